@@ -686,6 +686,7 @@ def check_picture(image: Image.Image) -> None:
     ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF without rotating it.
     """
     found = None
+    # an unpickled image still says "TIFF", but has no tags
     if image.format == "TIFF" and getattr(image, "tag_v2", None):
         found = describe_tiff(image)
         if not found:
@@ -722,14 +723,16 @@ def describe_tiff(image: Any) -> str | None:
         return f"TIFF with {samples} bands of {bits} bits"
     # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
-        raise ValueError("TIFF with a palette of 8 bits: convert it (gdal_translate -expand rgb)")
+        raise ValueError(
+            "TIFF with a palette of 8-bit colours, not 16: convert it (gdal_translate -expand rgb)"
+        )
     if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
         return f"TIFF with {samples} bands of {bits} bits, stored band by band,"
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # For an omitted tile Pillow would decode unrelated bytes of the file.
     if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
         return "sparse TIFF (it omits empty tiles)"
-    # of the later pages, but for overviews and masks
+    # sizes of the later pages, except overviews and masks
     sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
     same_size = sizes.count(size_in_tags(tags))
     if same_size:
@@ -749,7 +752,7 @@ def size_in_tags(tags: Any) -> tuple[int | None, int | None]:
     return tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)
 
 
-# Raw modes of Pillow of one letter, in which it reads the bytes of one band as they are stored.
+# Pillow's one-letter raw modes, in which it reads the bytes of one band as they are stored.
 ONE_LETTER_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
 
 
@@ -792,7 +795,7 @@ def other_pages(image: Any) -> Iterator[Any]:
 
 def describe_jpeg2000(image: Any) -> str | None:
     """Describe an opened JPEG 2000 file that holds more than a picture; None if it is one."""
-    if image.fp is None:
+    if getattr(image, "fp", None) is None:  # already decoded, or unpickled
         return None
     image.fp.seek(0)
     components, bits, signed = jpeg2000_kind(image.fp.read())
@@ -803,7 +806,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return the number of components of a JPEG 2000, bits of the first, whether it is signed.
+    """Return a JPEG 2000's number of components, the bits of the first, and whether it is signed.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the

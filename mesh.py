@@ -68,11 +68,11 @@ class Ranks:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Read the ranks from torchrun's variables, or else from srun's; without both, return one rank.
+    """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
     RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or in the shell of a Slurm job with several tasks, where a single process would surely
-    be a mistake.
+    by node, or in the shell of a Slurm job of several tasks or nodes, where a single process would
+    surely be a mistake.
     """
     # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchruns, not ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:

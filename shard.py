@@ -1,6 +1,6 @@
 """Shard a model over ranks: a table of strategies, and how each engine implements them.
 
-Two engines: DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two versions: FSDP1
+The engines are DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two versions: FSDP1
 (`FullyShardedDataParallel`, deprecated, used by the study in arXiv 2404.11706) and FSDP2
 (`fully_shard`, the maintained one). `apply` is the entry point, for any model in fp32;
 examples/own_model.py is a whole training loop with it.
@@ -174,7 +174,7 @@ def invalid_options(
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
             elif not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-                yield f"{flag} needs torch 2.14 with FSDP2, not {torch.__version__}: use mode ddp"
+                yield f"{flag} with FSDP2 needs torch 2.14, not {torch.__version__}: use mode ddp"
 
 
 # --- Applying a strategy: values, activation checkpointing, compile, sharding
@@ -245,7 +245,7 @@ def apply(
     original = _parameters_by_name(model)
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
     if not uninitialized:  # else loading the checkpoint checks names and shapes
-        values.broadcast_from_rank0(f"{mode} {list(blocks)} {options}")
+        values.broadcast_from_rank0(must_agree=f"{mode} {list(blocks)} {options}")
 
     def fill_and_split(module: nn.Module) -> None:
         values.fill(module)
@@ -272,7 +272,7 @@ def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def _copy_attributes(original: Mapping[str, nn.Parameter], sharded: nn.Module) -> None:
     """Copy what a user set on the original parameters to those that have replaced them.
 
-    Loops build parameter groups from such attributes, as from `p.no_weight_decay = True`.
+    Loops build parameter groups from such attributes, such as `p.no_weight_decay`.
     """
     for name, p in _parameters_by_name(sharded).items():
         for attribute, value in vars(original[name]).items():
@@ -394,11 +394,11 @@ def _fsdp(
         _set_prefetch(wrapped_blocks, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    # A unit of FSDP1 that gathers nothing computes with its own parameters.
-    gathers = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
+    # FSDP1 computes with a copy of a unit's parameters, gathered or cast, or else with themselves.
+    uses_copy = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
     for unit in units:
         if options.fsdp == 1:
-            _add_fsdp1_hooks(unit, gathers)
+            _add_fsdp1_hooks(unit, uses_copy)
         else:
             _add_fsdp2_hooks(unit, is_root=unit is sharded)
     simulated = dist.get_backend() == "fake"  # then tensors have no values to check
@@ -408,13 +408,14 @@ def _fsdp(
     return sharded
 
 
-def _add_fsdp1_hooks(unit: Any, gathers: bool) -> None:
+def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     """Register hooks on a unit of FSDP1, called around its forward pass.
 
-    In this order: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, `reshard`.
+    In this order: FSDP1 gathers, the wrapped module is watched, FSDP1 frees,
+    `_reshard_without_backward`.
     """
-    # If nothing is gathered, what forward writes into a parameter is kept; new memory is not.
-    fingerprint = _fingerprint if gathers else _memory_of
+    # Without a copy a write into a parameter survives, but a new `.data` does not.
+    fingerprint = _fingerprint if uses_copy else _memory_of
     tensors = partial(_gathered_by_fsdp1, unit)
     _refuse_changes_in_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
     _refuse_writes_to_arguments(unit._fsdp_wrapped_module)
@@ -424,7 +425,8 @@ def _add_fsdp1_hooks(unit: Any, gathers: bool) -> None:
 def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     """Register hooks on a unit of FSDP2, called around its forward pass.
 
-    In this order: those with `prepend`, FSDP2 gathers, the unit is watched, FSDP2 frees, `reshard`.
+    In this order: those with `prepend`, FSDP2 gathers, the unit is watched, FSDP2 frees,
+    `_reshard_without_backward`.
     """
     clear = torch.compiler.disable(_clear_autocast_cache)
     unit.register_forward_pre_hook(clear, prepend=True)
@@ -592,8 +594,9 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
     replicas after every one too, which is always right. With `uses_all=True` FSDP2, and FSDP1 in
     no_shard, do so only after the last, as DDP always does. You thereby promise that every
-    micro-batch gives every trained parameter a gradient, on every rank. Otherwise,
-    if a unit gets none in the last micro-batch, FSDP2 never all-reduces those it got before.
+    micro-batch gives every trained parameter a gradient, on every rank. If you
+    break the promise, and a unit gets none in the last micro-batch, FSDP2 never all-reduces those
+    that it got before.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -656,7 +659,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
 
 
 def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
-    """Find the checks of a model, if it is sharded, and of sharded models inside or around it."""
+    """Find the checks of a model, if it is sharded, or of sharded models inside or around it."""
+    if hasattr(model, "loop_checks"):
+        checks: Any = model.loop_checks
+        return {checks}
     modules: list[Any] = [*model.modules()]
     parameters: list[Any] = [*model.parameters()]  # they know a sharded model around this one
     return {each.loop_checks for each in modules + parameters if hasattr(each, "loop_checks")}
@@ -971,16 +977,16 @@ class _InitialValues:
             )
 
     @torch.no_grad()
-    def broadcast_from_rank0(self, arguments: str) -> None:
+    def broadcast_from_rank0(self, must_agree: str) -> None:
         """Broadcast rank 0's values of all tensors that are not on meta. Collective.
 
-        RuntimeError if the ranks have different models or `arguments`.
+        RuntimeError if the ranks have different models or texts `must_agree`.
         """
         described = []
         for tensor, name in self.name_of.items():
             kind = (tensor.shape, tensor.dtype, tensor.requires_grad, _on_meta(tensor))
             described.append((name, kind))
-        if not _same_on_all_ranks(f"{arguments} {described}", self.device):
+        if not _same_on_all_ranks(f"{must_agree} {described}", self.device):
             raise RuntimeError("the ranks were given different models, modes or options")
         for tensor in self.name_of:
             if tensor.numel() and not _on_meta(tensor):
@@ -1040,14 +1046,14 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    replicas must be equal. An optimizer of other parameters must have the same gradients on all
 #    ranks (first three steps).
 # Values are compared seldom, because reading them makes the CPU wait for the GPU.
-# A simulation (backend "fake") has no values: of these checks it makes only the second.
+# A simulation (backend "fake") has no values: it makes only the first half of the second check.
 #
 # Attributes that the checks put on objects of PyTorch:
 #   loop_checks           on a sharded model and its parameters: their _LoopChecks
 #   replaced_by_sharding  on a parameter in whose place FSDP has put another
-#   gathered_by_fsdp      on a parameter that FSDP2 gathered, and that has since been freed
+#   gathered_by_fsdp      on a gathered parameter that FSDP2 left in a module after a forward pass
 #   checked_by_another    on an optimizer inside another one, or in a trial
-#   calls_before_step, steps_compared
+#   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
 #   elementwise           on an optimizer that needs no whole tensors; a user may set it too
 #   of_one_rank           set by a user on an optimizer that only one rank has
@@ -1135,8 +1141,8 @@ class _LoopChecks:
         self.usage_checksum = 0  # checksum: which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
-        # Parameters that FSDP has replaced, as long as something else still holds them. They had
-        # no gradient at that time. If one gets a gradient, whatever holds it has computed with it.
+        # Parameters that FSDP has replaced, as long as something else still holds them. None had a
+        # gradient when it was replaced: if one has now, the model has computed with it.
         self.replaced: WeakSet[nn.Parameter] = WeakSet()
 
     def register(self) -> None:
@@ -1233,7 +1239,7 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP2 has not averaged all gradients over ranks: end a step with accumulation("
                 "model, last=True), return tensors from the model, not objects that hide them, and "
-                "do not change what it returns in place"
+                "do not change its outputs in place"
             )
         if not self.fsdp and not self.unused_allowed and self.averaged:
             self.check_all_used()
@@ -1275,8 +1281,10 @@ class _LoopChecks:
             )
         self.update_usage()
         if self.after_forward and self.fsdp2:
+            # A call with gradients but without backward() leaves units gathered, and the step would
+            # make these values stale. Does nothing where a backward pass has resharded.
             for unit in self.units:
-                unit.reshard()  # changes nothing if a backward pass has already done it
+                unit.reshard()
         self.after_forward = {}
         # The loop itself may have averaged gradients that no backward pass has averaged, so these
         # are compared in every step.
@@ -1296,17 +1304,21 @@ class _LoopChecks:
 
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
-        rules = (  # the first that is broken is reported: the more specific ones come first
-            (self.was_not_put_back, NOT_PUT_BACK),
-            (self.was_replaced, REPLACED),
-            (self.was_changed_in_vain, EDITED_IN_VAIN),
-            (self.has_other_memory, OTHER_MEMORY),
-            (self.has_lost_hook, LOST_HOOK),
-            (self.has_other_dtype, OTHER_DTYPE),
-            (self.has_lost_average, LOST_AVERAGE),
-            (self.was_unfrozen, UNFROZEN),
-            (self.was_frozen, FROZEN),
-        )
+        # the first that is broken is reported: the more specific ones come first
+        rules = [(self.was_not_put_back, NOT_PUT_BACK), (self.was_replaced, REPLACED)]
+        if self.fsdp:
+            rules += [
+                (self.was_changed_in_vain, EDITED_IN_VAIN),
+                (self.has_other_memory, OTHER_MEMORY),
+                (self.has_lost_hook, LOST_HOOK),
+            ]
+        else:
+            rules += [
+                (self.has_other_dtype, OTHER_DTYPE),
+                (self.has_lost_average, LOST_AVERAGE),
+                (self.was_unfrozen, UNFROZEN),
+                (self.was_frozen, FROZEN),
+            ]
         for name, module, leaf, p in self.held:
             now = getattr(module, leaf, None)
             for is_broken, sentence in rules:
@@ -1318,7 +1330,7 @@ class _LoopChecks:
 
     def was_not_put_back(self, name: str, p: Any, now: Any) -> bool:
         # A unit of FSDP1 that gathers nothing computes with views of its parameters until backward.
-        return self.was_replaced(name, p, now) and self.fsdp1 and _same_memory(now, p)
+        return self.fsdp1 and self.was_replaced(name, p, now) and _same_memory(now, p)
 
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
         if now is p:
@@ -1343,10 +1355,12 @@ class _LoopChecks:
         return changed and (gathered or self.awaits_backward())
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the old memory. FSDP1 copies the new memory into the old, and so
-        # overwrites what an EMA has put aside there. Gathered tensors always have other memory.
-        may_be_gathered = self.fsdp1 and bool(self.after_forward)
-        if not self.fsdp or may_be_gathered or p.numel() == 0:
+        # FSDP2 goes on using the old memory. FSDP1 copies the new values into the old memory, where
+        # a loop that swaps in EMA weights still keeps the trained ones. Gathered tensors always
+        # have other memory.
+        called_since_step = bool(self.after_forward)  # before_step empties it
+        may_be_gathered = self.fsdp1 and called_since_step
+        if may_be_gathered or p.numel() == 0:
             return False
         memory = (p.dtype, _memory_of(p))
         first = self.first_memory.setdefault(name, memory)
@@ -1354,16 +1368,17 @@ class _LoopChecks:
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
         # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
-        return self.fsdp and _has_hook(p, post_accumulate=self.fsdp1)
+        return _has_hook(p, post_accumulate=self.fsdp1)
 
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
         # DDP's buckets keep the dtype of the parameters that it was given.
-        return not self.fsdp and p.dtype != torch.float32
+        return p.dtype != torch.float32
 
     def has_lost_average(self, name: str, p: Any, now: Any) -> bool:
         # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
         if p not in self.nodes or not p.requires_grad:
             return False
+        # Looked up only if p has new memory, as after any change of dtype.
         already_checked = _same_memory(self.checked_tensor.get(name), p)
         if already_checked:
             return False
@@ -1373,11 +1388,11 @@ class _LoopChecks:
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP averages only the gradients of parameters that were trained when it was built.
-        return not self.fsdp and p.requires_grad and p not in self.trained
+        return p.requires_grad and p not in self.trained
 
     def was_frozen(self, name: str, p: Any, now: Any) -> bool:
         # DDP's bucket waits for a gradient that does not come.
-        if self.fsdp or self.unused_allowed or not self.trains:
+        if self.unused_allowed or not self.trains:
             return False
         return p in self.trained and not p.requires_grad
 
@@ -1391,7 +1406,7 @@ class _LoopChecks:
             for name in vars(wrapper).keys() - own_attributes:
                 value = vars(wrapper)[name]
                 differs = hasattr(inner, name) and getattr(inner, name) is not value
-                if differs and not callable(value):  # a method of the wrapper is meant for it
+                if differs and not callable(value):  # a callable is meant for the wrapper
                     raise RuntimeError(
                         f"{name} was set on {type(wrapper).__name__}, and the "
                         f"{type(inner).__name__} inside does not see it: set it on that module, "
@@ -1494,9 +1509,10 @@ def _refuse_copy(memo: Any) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """Return a text that changes with the tensor's values, even if written through `.data`.
+    """Return a string that changes with the tensor's values, even if written through `.data`.
 
-    `_version`, PyTorch's count of changes, would not. A text, so that it works for fake tensors.
+    `_version`, PyTorch's count of changes, would not. A string, because fake tensors have no
+    numbers to return.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -1513,7 +1529,7 @@ def _refuse_changes_in_forward(
 ) -> None:
     """Register hooks that raise RuntimeError if a forward pass changes what a module holds.
 
-    They compare the `fingerprint` of each item that `list_items()` yields, mostly a tensor, before
+    They compare the `fingerprint` of each item that `list_items()` yields, usually a tensor, before
     and after the first three training passes.
     """
     before: dict[str, Any] = {}
@@ -1664,10 +1680,10 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
     # may be on one rank only, which would wait for the others for ever.
     calls = _LoopChecks.calls_of_all
-    calls_before = getattr(optimizer, "calls_before_step", calls)
+    previous_calls = getattr(optimizer, "calls_at_last_step", calls)
     steps_compared = getattr(optimizer, "steps_compared", 0)
-    optimizer.calls_before_step = calls  # type: ignore[attr-defined]
-    in_a_loop = calls > calls_before
+    optimizer.calls_at_last_step = calls  # type: ignore[attr-defined]
+    in_a_loop = calls > previous_calls
     if in_a_loop and steps_compared < FIRST_STEPS:
         optimizer.steps_compared = steps_compared + 1  # type: ignore[attr-defined]
         values = _checksums(p.grad for p in loose if not isinstance(p, DTensor))
@@ -1712,8 +1728,8 @@ def _check_whole_tensors(
     optimizer.elementwise = True  # type: ignore[attr-defined]
 
 
-# Those of PyTorch that update each element independently of the others. Other optimizers are tried
-# on small tensors.
+# PyTorch's optimizers that update each element independently of the others. Any other optimizer is
+# tried on small tensors.
 ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -1730,7 +1746,7 @@ ELEMENTWISE = {
 
 
 def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> bool:
-    """Tell whether an optimizer changes parts of tensors as it changes whole ones, by a trial.
+    """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
     The trial has two ranks, and two tensors of 16 elements in all. Each rank gets a part of both,
     flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
@@ -1779,7 +1795,7 @@ def _change_in_trial(
     return change
 
 
-# A scheduler puts a `step` on an optimizer, which would make the step of the original.
+# A scheduler sets `step` on its optimizer; a copy of it would step the original optimizer.
 NOT_COPIED = {"state", "param_groups", "step"}
 
 
@@ -1788,8 +1804,8 @@ def _copy_for_trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any
     copied: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            setattr(copied, name, _copy_for_trial(value, groups))  # as SAM has one
-        elif name not in NOT_COPIED and not name.startswith("_optimizer_"):  # which are hooks
+            setattr(copied, name, _copy_for_trial(value, groups))  # SAM, for example, holds one
+        elif name not in NOT_COPIED and not name.startswith("_optimizer_"):  # hooks
             setattr(copied, name, deepcopy(value))
     copied.checked_by_another = True
     own = {"state": defaultdict(dict), "param_groups": groups}
@@ -1814,7 +1830,7 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _watch_optimizers(sharded: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
     """Have every optimizer checked before each step; `replaced`: parameters that FSDP replaced."""
-    # a simulation has none, nor have ddp and zero1 on one rank
+    # a simulation has no checks, and neither do ddp and zero1 on one rank
     checks: Any = getattr(sharded, "loop_checks", None)
     for p in replaced:
         p.replaced_by_sharding = True  # type: ignore[attr-defined]
@@ -1868,7 +1884,7 @@ def _holds_gradients(unit: Any) -> bool:
 def _is_interrupted(unit: Any) -> bool:
     """Tell whether a pass of a unit has begun, but not ended.
 
-    FSDP2 recovers from a forward pass that an exception has ended, FSDP1 does not.
+    FSDP2 recovers from a forward pass that an exception has ended; FSDP1 does not.
     """
     if isinstance(unit, FSDPModule):
         return unit._get_fsdp_state()._training_state.name == "PRE_BACKWARD"
@@ -1895,12 +1911,12 @@ def _same_memory(one: Any, other: Tensor) -> bool:
 
 def _memory_of(tensor: Tensor) -> int:
     """Return a number that no other memory in use has, and that views of a tensor share."""
-    return tensor.untyped_storage()._cdata  # unlike data_ptr(), DTensors and fake tensors have it
+    return tensor.untyped_storage()._cdata  # DTensors and fake tensors have no data_ptr()
 
 
 def _tensors_for_fsdp2(output: Any) -> list[Tensor]:
     """List the tensors in a model's output that FSDP2 sees, and whose gradients it waits for."""
-    # collect_grad_tensors is what torch 2.14 uses, tree_leaves what 2.10 does
+    # torch 2.14 uses collect_grad_tensors; 2.10 uses tree_leaves
     seen = getattr(fsdp_utils, "collect_grad_tensors", tree_leaves)(output)
     return [leaf for leaf in seen if isinstance(leaf, Tensor) and leaf.requires_grad]
 

@@ -47,7 +47,7 @@ from runtime.start_record import report_start
 # These objects come from runtime/. Run: the flags and what follows from them (sizes, steps).
 # Session: what lives as long as the process group (log, watchdog, signals). StepGuard: makes all
 # ranks decide alike in each step. CheckpointSchedule: when to save. Monitor: holds all of these,
-# the clock and the bad images.
+# plus the clock and the bad images.
 
 COLLECT_EVERY = 100  # steps between two garbage collections
 
@@ -56,7 +56,7 @@ COLLECT_EVERY = 100  # steps between two garbage collections
 
 @dataclass
 class Training:
-    """A sharded model, and what else a training step needs."""
+    """A sharded model, and everything else that a training step needs."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -195,7 +195,7 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 
 
 def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
-    """Train the steps that are left; return why the run ends, and an error message if it failed.
+    """Run the remaining steps; return why the run ends, and an error message if it failed.
 
     Reasons: done, signal, nan, loader_error, bad_images, save_failed.
     """
@@ -222,9 +222,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. In each of
-        # these cases finished_steps has waited for the results of all `done` steps, so every rank
-        # has read them.
+        # save: on schedule, when some rank's clock says so, or before the run ends. Every rank has
+        # read the results of all `done` steps: on schedule it waited for them above, and
+        # finished_steps also waits once a result asks for a save or an end.
         too_many_bad = monitor.bad_images.too_many is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending

@@ -77,8 +77,10 @@ def count_visible(length: int, mask_ratio: float) -> int:
     """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
     # the small addend: 100 * (1 - 0.9) is 9.999... in floating point
     visible = int(length * (1 - mask_ratio) + 1e-6)
-    if not 0 <= mask_ratio < 1 or visible < 1:
-        raise ValueError(f"mask ratio {mask_ratio} leaves {visible} of {length} patches visible")
+    if not 0 <= mask_ratio < 1:
+        raise ValueError(f"mask ratio {mask_ratio} is not from 0 to below 1")
+    if visible < 1:
+        raise ValueError(f"mask ratio {mask_ratio} leaves none of {length} patches visible")
     return visible
 
 
@@ -412,9 +414,9 @@ def initial_value(
 
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
     (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has
-    PyTorch's default. LayerNorm weights are 1, its biases 0. The cls and mask tokens are drawn from
-    a normal distribution with standard deviation 0.02. KeyError for an unknown name. A GPU and a
-    CPU draw different numbers.
+    PyTorch's default. LayerNorm weights are 1, LayerNorm biases 0. The cls and mask tokens are
+    drawn from a normal distribution with standard deviation 0.02. KeyError for an unknown name. A
+    GPU and a CPU draw different numbers.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):
