@@ -275,6 +275,8 @@ def _copy_attributes(original: Mapping[str, nn.Parameter], sharded: nn.Module) -
     Loops build parameter groups from such attributes, such as `p.no_weight_decay`.
     """
     for name, p in _parameters_by_name(sharded).items():
+        if name not in original:  # split_block has made it
+            continue
         for attribute, value in vars(original[name]).items():
             if not hasattr(p, attribute):
                 setattr(p, attribute, value)
@@ -594,9 +596,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
     replicas after every one too, which is always right. With `uses_all=True` FSDP2, and FSDP1 in
     no_shard, do so only after the last, as DDP always does. You thereby promise that every
-    micro-batch gives every trained parameter a gradient, on every rank. If you
-    break the promise, and a unit gets none in the last micro-batch, FSDP2 never all-reduces those
-    that it got before.
+    micro-batch gives every trained parameter a gradient, on every rank. If you break the promise,
+    and a unit gets none in the last micro-batch, FSDP2 never all-reduces those that it got before.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -761,8 +762,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         if not skip.item():
             optimizer.step()
         return
-    first_group = optimizer.param_groups[0]
-    inner.found_inf = skip.to(first_group["params"][0].device)  # 1: step() changes nothing
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    inner.found_inf = skip.to(parameters[0].device)  # 1: step() changes nothing
     optimizer.step()
     inner.found_inf = None  # a later plain step() must not be skipped too
 
@@ -1608,6 +1609,8 @@ def _refuse_writes_to_arguments(module: nn.Module) -> None:
         calls.append([(container, _items(container)) for container in containers])
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
+        if not calls:  # a check before `remember` has ended this call
+            return
         for container, before in calls.pop():
             now = _items(container)
             same_length = len(now) == len(before)
