@@ -177,7 +177,7 @@ def reason_to_leave_out(name: str, include: Sequence[str], exclude: Sequence[str
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a relative path matches a pattern of *, ? and [abc].
+    """Tell whether a relative path matches a pattern, which may contain *, ? and [abc].
 
     A pattern without a slash is compared with the file's name and with each folder's name. A
     pattern with a slash is compared with the whole path; its * matches slashes too.
@@ -202,8 +202,8 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
     class_folder = {folder: folder for folder in folders if folder}
-    # While several class folders all end in the same name, move each up one level, but none to the
-    # root.
+    # While several class folders all end in the same name, move each up one level, unless one of
+    # them would then be the root.
     while True:
         several = len(set(class_folder.values())) > 1
         same_name = len({os.path.basename(path) for path in class_folder.values()}) == 1
@@ -330,7 +330,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
             top = int(torch.randint(height - h + 1, (), generator=generator))
             left = int(torch.randint(width - w + 1, (), generator=generator))
             return top, left, h, w
-    # After ten crops that do not fit: the largest one in the middle.
+    # If none of ten crops fits, take the largest centred crop that does.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -434,7 +434,7 @@ def build_loader(
     exact: bool = False,
     stats: ChannelStats = IMAGENET,
 ) -> DataLoader[MicroBatch]:
-    """Make one rank's DataLoader, which yields its micro-batches, for each step in `steps`.
+    """Make one rank's DataLoader, which yields that rank's micro-batches for each step in `steps`.
 
     One iterator covers all steps, so workers start once, not once per epoch. Images must have the
     channels and dtype of `stats`. ValueError if the global batch is larger than the data set.
@@ -624,7 +624,7 @@ def open_array(content: bytes) -> np.ndarray:
 
 
 def check_array(image: np.ndarray) -> None:
-    """Raise ValueError unless it is (C, H, W), of one of ARRAY_DTYPES, and passes check_pixels."""
+    """Raise ValueError unless an array is (C, H, W), of one of ARRAY_DTYPES, with valid pixels."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
     check_shape(image.shape)

@@ -295,7 +295,7 @@ def _checkpoint_and_compile(
     """Wrap the blocks for activation checkpointing, and compile them."""
     settings: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
     if options.ac == "selective":
-        # only here: Dynamo takes checkpointing with any context_fn to be selective
+        # only here: Dynamo treats checkpointing with any context_fn as selective
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
         for block in blocks.values():
@@ -396,7 +396,7 @@ def _fsdp(
         _set_prefetch(wrapped_blocks, sharded, options)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    # FSDP1 computes with a copy of a unit's parameters, gathered or cast, or else with themselves.
+    # FSDP1 computes with a copy of a unit's parameters, gathered or cast, or with the parameters.
     uses_copy = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
     for unit in units:
         if options.fsdp == 1:
@@ -413,8 +413,8 @@ def _fsdp(
 def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     """Register hooks on a unit of FSDP1, called around its forward pass.
 
-    In this order: FSDP1 gathers, the wrapped module is watched, FSDP1 frees,
-    `_reshard_without_backward`.
+    The order in a call: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, and
+    `_reshard_without_backward` runs.
     """
     # Without a copy a write into a parameter survives, but a new `.data` does not.
     fingerprint = _fingerprint if uses_copy else _memory_of
@@ -427,8 +427,8 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
 def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     """Register hooks on a unit of FSDP2, called around its forward pass.
 
-    In this order: those with `prepend`, FSDP2 gathers, the unit is watched, FSDP2 frees,
-    `_reshard_without_backward`.
+    The order in a call: the hooks with `prepend` run, FSDP2 gathers, the unit is watched, FSDP2
+    frees, and `_reshard_without_backward` runs.
     """
     clear = torch.compiler.disable(_clear_autocast_cache)
     unit.register_forward_pre_hook(clear, prepend=True)
@@ -604,7 +604,7 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
         for module in model.modules():
             if isinstance(module, FSDPModule) and defer:
                 module.set_requires_all_reduce(False, recurse=False)
-                # a later backward pass, outside of this context, must be averaged again
+                # outside of this context, gradients must be all-reduced as usual
                 stack.callback(module.set_requires_all_reduce, True, recurse=False)
             if isinstance(module, DDP) and not last:
                 stack.enter_context(module.no_sync())
@@ -686,7 +686,7 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
-    # DDP puts "module." first; one further inside is a name of the model itself
+    # DDP puts "module." in front; a "module" further along belongs to the model's own name
     parts = name.removeprefix("module.").split(".")
     return ".".join(part for part in parts if part not in WRAPPERS)
 
@@ -721,7 +721,8 @@ def build_optimizer(
     schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
 
     An optimizer of your own must be elementwise, like AdamW, under FSDP1, which gives it parts of
-    tensors, and under zero1, which gives it only some of them. In other modes it need not be.
+    tensors, and under zero1, which gives it whole tensors, but not all. In other modes it need not
+    be.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -752,7 +753,7 @@ def build_optimizer(
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Make one optimizer step, unless `skip` is 1: a scalar tensor, the same on every rank."""
+    """Take one optimizer step, unless the scalar tensor `skip`, the same on every rank, is 1."""
     inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     # Fused AdamW can skip on the device. Fused SGD could, too, but if its first step is skipped, it
     # starts its momentum from uninitialised memory.
@@ -828,10 +829,12 @@ def _check_model(
             if module.max_norm is not None:
                 raise ValueError(
                     f"{name} has max_norm, which changes weights in forward(), differently on each "
-                    "rank: renormalise them between two steps"
+                    "rank: renormalise them between steps"
                 )
             if module.sparse and sharded:
-                raise ValueError(f"{name} has sparse gradients, which FSDP lacks: use sparse=False")
+                raise ValueError(
+                    f"{name} has sparse gradients, which FSDP does not support: use sparse=False"
+                )
     for name, p in model.named_parameters():
         if hasattr(p, "loop_checks"):
             raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
@@ -981,7 +984,7 @@ class _InitialValues:
     def broadcast_from_rank0(self, must_agree: str) -> None:
         """Broadcast rank 0's values of all tensors that are not on meta. Collective.
 
-        RuntimeError if the ranks have different models or texts `must_agree`.
+        RuntimeError if the model or the text `must_agree` differs between ranks.
         """
         described = []
         for tensor, name in self.name_of.items():
@@ -1047,7 +1050,8 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    replicas must be equal. An optimizer of other parameters must have the same gradients on all
 #    ranks (first three steps).
 # Values are compared seldom, because reading them makes the CPU wait for the GPU.
-# A simulation (backend "fake") has no values: it makes only the first half of the second check.
+# In a simulation (backend "fake") tensors have no values: of these checks, it makes only the first
+# half of the second.
 #
 # Attributes that the checks put on objects of PyTorch:
 #   loop_checks           on a sharded model and its parameters: their _LoopChecks
@@ -1056,7 +1060,7 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
-#   elementwise           on an optimizer that needs no whole tensors; a user may set it too
+#   elementwise           on an optimizer that does not need whole tensors; a user may set it
 #   of_one_rank           set by a user on an optimizer that only one rank has
 
 FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
@@ -1088,7 +1092,7 @@ LOST_AVERAGE = (
 )
 OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
-    "was frozen at shard.apply, and DDP does not average its gradient: freeze it after "
+    "was unfrozen after shard.apply, and DDP does not average its gradient: freeze it only after "
     "shard.apply, or use mode no_shard"
 )
 FROZEN = (
@@ -1143,7 +1147,7 @@ class _LoopChecks:
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
         # Parameters that FSDP has replaced, as long as something else still holds them. None had a
-        # gradient when it was replaced: if one has now, the model has computed with it.
+        # gradient when it was replaced: if one has a gradient now, the model has computed with it.
         self.replaced: WeakSet[nn.Parameter] = WeakSet()
 
     def register(self) -> None:
@@ -1265,7 +1269,7 @@ class _LoopChecks:
 
     def before_step(self) -> None:
         """Check the parameters before an optimizer's step; compare the ranks in some steps."""
-        if _in_backward():  # a hook makes the step
+        if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step after backward()")
             return  # other units still need what they gathered
@@ -1356,9 +1360,9 @@ class _LoopChecks:
         return changed and (gathered or self.awaits_backward())
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the old memory. FSDP1 copies the new values into the old memory, where
-        # a loop that swaps in EMA weights still keeps the trained ones. Gathered tensors always
-        # have other memory.
+        # FSDP2 goes on using the old memory. FSDP1 copies the new values into the old memory, and
+        # so overwrites the trained weights that a loop which swaps in EMA weights keeps there.
+        # Gathered tensors always have other memory.
         called_since_step = bool(self.after_forward)  # before_step empties it
         may_be_gathered = self.fsdp1 and called_since_step
         if may_be_gathered or p.numel() == 0:
@@ -1388,7 +1392,7 @@ class _LoopChecks:
         return get_gradient_edge(p).node is not self.nodes[p]
 
     def was_unfrozen(self, name: str, p: Any, now: Any) -> bool:
-        # DDP averages only the gradients of parameters that were trained when it was built.
+        # DDP averages only the gradients of parameters that required them when it was built.
         return p.requires_grad and p not in self.trained
 
     def was_frozen(self, name: str, p: Any, now: Any) -> bool:
@@ -1443,7 +1447,7 @@ class _LoopChecks:
             self.usage_checksum = zlib.crc32(f"{self.usage_checksum} {has_gradient}".encode())
 
     def compare_ranks(self) -> None:
-        """Raise RuntimeError if the ranks are about to make different steps. Collective."""
+        """Raise RuntimeError if the ranks are about to take different steps. Collective."""
         compares_used = self.fsdp2 and not self.unused_allowed
         if compares_used and not _same_on_all_ranks(str(self.usage_checksum), self.device):
             raise RuntimeError(
@@ -1456,7 +1460,8 @@ class _LoopChecks:
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
                 "all ranks, compute gradients by backward(), end a step with accumulation(model, "
-                "last=True), and give DDP find_unused_parameters=True if a rank leaves some unused"
+                "last=True), and give DDP find_unused_parameters=True if a rank leaves some "
+                "parameters unused"
             )
 
 
@@ -1573,7 +1578,7 @@ def _refuse_changes_in_forward(
 
 CHANGED_PARAMETER = (
     "{name} was changed in forward(), and FSDP would lose the change: change parameters between "
-    "two steps, in torch.no_grad()"
+    "steps, in torch.no_grad()"
 )
 CHANGED_STATE = (
     "{name} was changed in forward(), and activation checkpointing would change it a second time: "
@@ -1609,7 +1614,7 @@ def _refuse_writes_to_arguments(module: nn.Module) -> None:
         calls.append([(container, _items(container)) for container in containers])
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
-        if not calls:  # a check before `remember` has ended this call
+        if not calls:  # an earlier check ended this call before `remember` ran
             return
         for container, before in calls.pop():
             now = _items(container)
@@ -1703,8 +1708,8 @@ def _check_whole_tensors(
 ) -> None:
     """Raise RuntimeError for an optimizer that needs whole tensors, but would get only parts.
 
-    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2's DTensors
-    compute with whole tensors.
+    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. Operations on
+    FSDP2's DTensors give the same results as on whole tensors.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     if zero1 and any(checks.fsdp for checks in checks_of_models):
@@ -1751,8 +1756,8 @@ ELEMENTWISE = {
 def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> bool:
     """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
-    The trial has two ranks, and two tensors of 16 elements in all. Each rank gets a part of both,
-    flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
+    The trial imitates two ranks, with two tensors of 16 elements in all. Each rank gets a part of
+    both, flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
     """
     matrix = torch.arange(12).view(3, 4)  # indices of the elements
     if flattened:
@@ -1803,7 +1808,7 @@ NOT_COPIED = {"state", "param_groups", "step"}
 
 
 def _copy_for_trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
-    """Return an optimizer of the same kind, without states and hooks, for other parameters."""
+    """Return an optimizer of the same kind, without states or hooks, for other parameters."""
     copied: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):

@@ -110,7 +110,7 @@ def train_step(
     lr: float,
     requests: StepRequests = NO_REQUESTS,
 ) -> None:
-    """Make one optimizer step, unless some rank finds a bad value in it. Collective.
+    """Take one optimizer step, unless some rank finds a bad value in it. Collective.
 
     `guard` makes all ranks decide alike whether to apply the step. In the same all-reduce it tells
     them the `requests` of this rank, such as to stop or to save. With AdamW nothing here waits for
@@ -190,8 +190,9 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 
 # --- The loop
 #
-# A batch reaches it from data.Images (read, crop) and data.collate (stack) in the loader's workers,
-# then device_batches (put the micro-batches of a step on the device) and Monitor.next_batch.
+# A batch reaches the loop through data.Images (read, crop) and data.collate (stack) in the loader's
+# workers, then through device_batches (put the micro-batches of a step on the device) and
+# Monitor.next_batch.
 
 
 def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
@@ -222,9 +223,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. Every rank has
-        # read the results of all `done` steps: on schedule it waited for them above, and
-        # finished_steps also waits once a result asks for a save or an end.
+        # save: on schedule, when some rank's clock says so, or before the run ends. By now every
+        # rank has read the results of all `done` steps: before a scheduled save it waited for them
+        # above, and finished_steps also waits once a result asks for a save or an end.
         too_many_bad = monitor.bad_images.too_many is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending

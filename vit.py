@@ -74,13 +74,16 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
 
 
 def count_visible(length: int, mask_ratio: float) -> int:
-    """Count the patches that stay visible: L (1 - ratio), rounded down; ValueError if that is 0."""
+    """Count the patches that stay visible: L (1 - ratio), rounded down.
+
+    ValueError if that is 0, or if the ratio is not at least 0 and below 1.
+    """
     # the small addend: 100 * (1 - 0.9) is 9.999... in floating point
     visible = int(length * (1 - mask_ratio) + 1e-6)
     if not 0 <= mask_ratio < 1:
-        raise ValueError(f"mask ratio {mask_ratio} is not from 0 to below 1")
+        raise ValueError(f"mask ratio {mask_ratio} must be at least 0 and below 1")
     if visible < 1:
-        raise ValueError(f"mask ratio {mask_ratio} leaves none of {length} patches visible")
+        raise ValueError(f"mask ratio {mask_ratio} leaves none of the {length} patches visible")
     return visible
 
 
@@ -169,7 +172,8 @@ def sincos_positions(width: int, side: int) -> Tensor:
 
     In each entry the first half of D encodes the patch's column, the second half its row. In each
     half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)). When the
-    trainer loads weights of another image size, runtime/pretrained.py resamples their table.
+    trainer loads weights that were trained at another image size, runtime/pretrained.py resamples
+    their table.
     """
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
@@ -410,7 +414,7 @@ class ViTMAE(nn.Module):
 def initial_value(
     config: ViTConfig, name: str, shape: torch.Size, seed: int = 0, device: Device = "cpu"
 ) -> Tensor:
-    """Return the initial value of the parameter or position table `name`: fp32, of full shape.
+    """Return the initial value of a parameter or position table, fp32, of unsharded `shape`.
 
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
     (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has

@@ -45,12 +45,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `full`, unless all are wanted or they are named."""
+    """Leave out the tests marked `full`, unless all are wanted or named; order the others."""
     named = any("::" in argument for argument in config.args)
     left_out = [] if FULL or named else [item for item in items if item.get_closest_marker("full")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    # The longest begin first: one that begins late is left running alone at the end.
+    longest = [item for item in items if item.get_closest_marker("minutes")]
+    items[:] = longest + [item for item in items if item not in longest]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,6 +14,7 @@ TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2 -m"
 
 
 @pytest.mark.full
+@pytest.mark.minutes
 def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
     python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path, seconds=600)

@@ -188,6 +188,7 @@ def small(command: str) -> str:
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.minutes
 def test_every_command_runs(tmp_path):
     run = partial(execute, "bash", folder=tmp_path, env=clone(tmp_path))
     run("mkdir out && cp -r examples/tiles/train out/tiles")

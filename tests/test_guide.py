@@ -78,6 +78,7 @@ def test_a_section_prints_what_it_shows(number, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.minutes
 def test_first_hour(tmp_path):
     """README's first hour; then the section on the demo, which the hour has trained already."""
     env = clone(tmp_path)

@@ -1134,7 +1134,7 @@ REFUSED_ON_RANKS = {
     partial(changed_twice_by_recomputing, DropsByPython): "state of Python's random was changed",
     method_of_ddp: "call the model, not its methods",
     method_of_ddp_after_a_step: "call the model, not its methods",
-    unfrozen_in_ddp: "embed.weight was frozen at shard.apply, and DDP does not average its",
+    unfrozen_in_ddp: "embed.weight was unfrozen after shard.apply, and DDP does not average",
     frozen_in_ddp: "embed.weight was frozen after .* find_unused_parameters=True",
     heads_by_rank_without_the_option: "the ranks used different parameters",
     heads_by_rank_in_one_micro_batch: "the ranks used different parameters",
@@ -1414,7 +1414,7 @@ WRONG: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (partial(with_parameter, torch.ones(0, 2)), "hybrid", {}, "is empty and cannot be sharded"),
     (lambda: with_module(nn.LazyLinear(3)), "ddp", {}, "no shape yet: call the model once"),
     (lambda: with_module(nn.Embedding(9, 3, sparse=True)), "hybrid", {}, "sparse=False"),
-    (lambda: with_module(nn.Embedding(9, 3, max_norm=1)), "ddp", {}, "between two steps"),
+    (lambda: with_module(nn.Embedding(9, 3, max_norm=1)), "ddp", {}, "between steps"),
     (
         lambda: torch.compile(build(), backend="eager"),
         "full_shard",

@@ -79,9 +79,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"of shape .*24, 24\), not .*28, 28"):
         small()(torch.zeros(1, 3, 28, 28))
     for ratio in (1.0, -0.1):
-        with pytest.raises(ValueError, match=f"mask ratio {ratio} is not from 0 to below 1"):
+        with pytest.raises(ValueError, match=f"mask ratio {ratio} must be at least 0 and below 1"):
             vit.count_visible(16, ratio)
-    with pytest.raises(ValueError, match=r"mask ratio 0.99 leaves none of 16 patches visible"):
+    with pytest.raises(ValueError, match=r"mask ratio 0.99 leaves none of the 16 patches visible"):
         vit.count_visible(16, 0.99)
 
 
