@@ -79,9 +79,9 @@ def grid() -> list[Case]:
     Three ranks, and the whole model as one unit.
     """
     cases = []
-    ways = [[("none", 1), ("full", 2)], [("none", 2), ("full", 1)]]  # by turns
-    for number, case in enumerate(modes(4, [1, 2, 4])):
-        cases += [replace(case, ac=ac, accum=accum) for ac, accum in ways[number % 2]]
+    for case in modes(4, [1, 2, 4]):
+        for ac in ("none", "full"):
+            cases += [replace(case, ac=ac, accum=accum) for accum in (1, 2)]
     cases += [case for case in modes(6, [3]) if case.group]
     cases.append(Case(3, "full_shard", 2, accum=2))
     cases.append(Case(2, "full_shard", 1, ac="full", wrap="root"))
