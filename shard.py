@@ -158,8 +158,8 @@ def invalid_options(
     fp16 = given.get("precision") == "fp16" or given.get("param_dtype") == torch.float16
     for name, value in given.items():
         flag = flag_name(name)
-        post = name == "prefetch" and value == "backward_post"
-        fsdp1_only = name == "limit_all_gathers" or post
+        backward_post = name == "prefetch" and value == "backward_post"
+        fsdp1_only = name == "limit_all_gathers" or backward_post
         if not has_option(strategy, name):
             modes = [other for other, row in STRATEGIES.items() if has_option(row, name)]
             yield f"{flag} is for {flag_name('mode')} {', '.join(modes)}, not {mode}: leave it out"
@@ -1143,7 +1143,7 @@ class _LoopChecks:
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
-        self.usage_checksum = 0  # checksum: which parameters had a gradient after each micro-batch
+        self.usage_checksum = 0  # of which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
         # Parameters that FSDP has replaced, as long as something else still holds them. None had a
@@ -1277,7 +1277,8 @@ class _LoopChecks:
         self.check_backward()
         self.note_trains()
         self.check_parameters()
-        self.check_put_back()
+        if self.fsdp1:
+            self.check_put_back()
         self.check_averaged()
         if any(p.grad is not None for p in self.replaced):
             raise RuntimeError(
@@ -1434,7 +1435,7 @@ class _LoopChecks:
     def check_put_back(self) -> None:
         """Raise RuntimeError if FSDP1 has not put its parameters back after the backward pass."""
         for name, module, leaf, p in self.held:
-            if self.fsdp1 and getattr(module, leaf, None) is not p:
+            if getattr(module, leaf, None) is not p:
                 raise RuntimeError(f"{name} {NOT_PUT_BACK}")
 
     def update_usage(self) -> None:
