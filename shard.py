@@ -170,6 +170,8 @@ def invalid_options(
             yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
             yield f"{flag} does not work with fp16: its scaler would miss overflows; use bf16"
+        elif name == "cpu_offload" and fsdp1 and given.get("accum", 1) > 1:
+            yield f"{flag} with FSDP1 does not add up gradients: use {flag_name('fsdp')} 2"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
@@ -394,10 +396,13 @@ def _fsdp(
     units = [*wrapped_blocks, sharded]
     if options.fsdp == 2:
         _set_prefetch(wrapped_blocks, sharded, options)
+    elif options.cpu_offload:
+        _pin_offloaded(units)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
     # FSDP1 computes with a copy of a unit's parameters, gathered or cast, or with the parameters.
     uses_copy = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
+    uses_copy = uses_copy or options.cpu_offload
     for unit in units:
         if options.fsdp == 1:
             _add_fsdp1_hooks(unit, uses_copy)
@@ -408,6 +413,17 @@ def _fsdp(
         allowed = options.find_unused_parameters
         _LoopChecks(sharded, units, mesh, unused_allowed=allowed).register()
     return sharded
+
+
+def _pin_offloaded(units: list[Any]) -> None:
+    """Move the parameters that FSDP1 offloads to pinned memory, where they stay. Collective.
+
+    The first forward pass would do so too. But on one rank the pinned copy dates from the first
+    state_dict() before it, and a checkpoint that was loaded in between would be lost.
+    """
+    for unit in reversed(units):  # FSDP1 needs the root first
+        with FSDP1.summon_full_params(unit, recurse=False, writeback=False):
+            pass  # leaving this block makes the parameters views of the pinned copy
 
 
 def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
@@ -1122,6 +1138,7 @@ class _LoopChecks:
         self.fsdp = bool(units)
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
+        self.offloaded_by_fsdp1 = self.fsdp1 and model.cpu_offload.offload_params
         self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
         # in low precision FSDP1 loses gradients if two calls come before a backward pass
         self.fsdp1_in_low_precision = (
@@ -1143,6 +1160,7 @@ class _LoopChecks:
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
+        self.adds_gradients = False  # whether a backward pass would add to averaged gradients
         self.usage_checksum = 0  # of which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
@@ -1185,6 +1203,8 @@ class _LoopChecks:
         # A call in a backward pass recomputes activations, and that pass is rightly unfinished.
         if not _in_backward():
             self.check_interrupted()
+            if self.offloaded_by_fsdp1:
+                self.check_no_gradients()
         if self.fsdp1_in_low_precision:
             self.check_backward()
         self.note_trains()
@@ -1226,6 +1246,7 @@ class _LoopChecks:
         The new gradient would not be averaged over ranks.
         """
         self.averaged = _averages(self.model)
+        self.adds_gradients = self.averaged
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
@@ -1297,6 +1318,7 @@ class _LoopChecks:
         if self.compares_values() or not self.averaged:
             self.compare_ranks()
         self.steps += 1
+        self.adds_gradients = False
         self.usage_checksum = 0
 
     def compares_values(self) -> bool:
@@ -1430,6 +1452,21 @@ class _LoopChecks:
                 "after a call with gradients FSDP1 needs a backward() before a step and, in low "
                 "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
                 "to the model as one, or use fsdp 2"
+            )
+
+    def check_no_gradients(self) -> None:
+        """Raise RuntimeError if gradients are left that the next backward pass would overwrite.
+
+        FSDP1 does not add to gradients that it has averaged and moved to the CPU:
+        https://docs.pytorch.org/docs/stable/fsdp.html
+        """
+        # Noted before an evaluation too, because FSDP1 brings back old gradients in it.
+        if all(held.parameter.grad is None for held in self.held):
+            self.adds_gradients = False
+        if self.adds_gradients and torch.is_grad_enabled():
+            raise RuntimeError(
+                "FSDP1 with cpu_offload does not add up the gradients of several backward() calls: "
+                "take a step or call zero_grad() before the next call, or use fsdp 2"
             )
 
     def check_put_back(self) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import batch, build, forward_backward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import checkpoint
 import plan
 import shard
 import vit
@@ -274,3 +276,68 @@ def test_the_plan_says_what_the_host_holds(capsys):
     assert "GiB per rank for --async-save: 2.1" in out
     assert plan.main(argv[:-1]) == 0
     assert "per rank for" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Let FSDP1 offload from a CPU to a CPU: what is pinned becomes a copy, as on a GPU."""
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
+    monkeypatch.setattr(shard, "_check_arguments", lambda *args: None)  # it refuses this on a CPU
+
+
+def train(model, optimizer, seeds) -> list[float]:
+    """Take a step for each seed; return the losses."""
+    losses = []
+    for seed in seeds:
+        losses.append(forward_backward(model, seed).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def compare_offloaded(grid, folder) -> None:
+    """Hold FSDP1 with cpu_offload against DDP: new models, and ones that resume."""
+    model = build("ddp", grid)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = train(model, optimizer, range(3))
+    checkpoint.save(folder / "ddp", 3, model, optimizer)
+    expected += train(model, optimizer, range(3, 6))
+    model = build("full_shard", grid, fsdp=1, cpu_offload=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = train(model, optimizer, range(3))
+    checkpoint.save(folder / "fsdp1", 3, model, optimizer)
+    found += train(model, optimizer, range(3, 6))
+    assert found == pytest.approx(expected, rel=1e-5), (found, expected)
+    for saved in ("ddp", "fsdp1"):
+        again = build("full_shard", grid, seed=7, fsdp=1, cpu_offload=True)
+        optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        checkpoint.load(folder / saved / "step_00000003", again, optimizer)
+        rest = train(again, optimizer, range(3, 6))
+        assert rest == pytest.approx(expected[3:], rel=1e-5), (saved, rest, expected)
+    # memory that a loop assigns is refused, as without cpu_offload
+    some = next(p for p in model.parameters() if p.numel())
+    some.data = some.detach().clone()
+    with pytest.raises(RuntimeError, match="new memory"):
+        forward_backward(model)
+
+
+def test_fsdp1_trains_and_resumes_what_it_offloads(single, pretended_gpu, tmp_path):
+    compare_offloaded(single, tmp_path)
+
+
+def test_gradients_that_fsdp1_would_overwrite_when_it_offloads_are_refused(single, pretended_gpu):
+    """PyTorch's manual: outside of no_sync() it "will use the newly-reduced gradient instead"."""
+    model = build("full_shard", single, fsdp=1, cpu_offload=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(2))
+    forward_backward(model)
+    with pytest.raises(RuntimeError, match="does not add up"):
+        forward_backward(model)
+    model.zero_grad()  # such as after a bad batch
+    for _ in range(2):
+        with torch.no_grad():
+            model(*batch())  # an evaluation
+        train(model, optimizer, range(2))
+    problems = shard.invalid_options("full_shard", {"cpu_offload": True, "fsdp": 1, "accum": 2})
+    assert "use fsdp 2" in " ".join(problems)
