@@ -43,6 +43,7 @@ NUMPY_START = b"\x93NUMPY"
 BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byte order
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
+PREFETCH = 2  # batches that each worker of a loader may read ahead
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
 # Logarithms of the limits of width / height; computed in fp32, as torchvision does.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
@@ -453,7 +454,7 @@ def build_loader(
         # without it each new iterator would draw from, and so change, PyTorch's global generator
         generator=torch.Generator(),
         pin_memory=pin_memory,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
     )
 
 

@@ -36,7 +36,7 @@ import vit
 from runtime import tensor_parallel
 from runtime.agreement import NO_REQUESTS, StepGuard, StepRequests, run_on_rank0
 from runtime.config import parse
-from runtime.device_batches import open_batches
+from runtime.device_batches import open_batches, steps_ahead
 from runtime.image_source import find_images
 from runtime.monitor import Monitor
 from runtime.resume import CheckpointSchedule, initial_values, list_newest_first, resume
@@ -255,9 +255,14 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
 
 
 def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
-    """Read the images of every step without training (--run-mode io); return as `train` does."""
+    """Read the images of every step without training (--run-mode io); return as `train` does.
+
+    Not measured: the first collective, and the batches that the workers have read ahead until then.
+    """
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
+    StepGuard(monitor.session.device).check_step(zero, zero)
+    monitor.skip_batches(steps_ahead(run.config, monitor.session.ranks))
     for step in range(run.steps):
         last = step + 1 == run.steps
         monitor.next_batch(step)
@@ -302,7 +307,10 @@ def run_training(run: Run, session: Session) -> None:
         checkpoints = CheckpointSchedule(run, log)
     session.heartbeat("reading the first batch")
     # the step number alone tells a resumed run where it is in the data (see data.step_positions)
-    batches = open_batches(run, session, files, range(checkpoints.begin, run.steps))
+    end = run.steps
+    if config.run_mode == "io":
+        end += steps_ahead(config, session.ranks)  # which are not measured
+    batches = open_batches(run, session, files, range(checkpoints.begin, end))
     first = next(batches)  # before the monitor starts its clock: workers take long to start
     monitor = Monitor(run, session, files, checkpoints, first=first, rest=batches)
     report_start(run, session, checkpoints.begin)

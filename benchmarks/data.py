@@ -138,7 +138,11 @@ def plain_loader(dataset: Dataset[Any], workers: int) -> Iterable[Any]:
     if workers == 0:
         return DataLoader(dataset, BATCH)
     return DataLoader(
-        dataset, BATCH, num_workers=workers, multiprocessing_context="forkserver", prefetch_factor=4
+        dataset,
+        BATCH,
+        num_workers=workers,
+        multiprocessing_context="forkserver",
+        prefetch_factor=data.PREFETCH,
     )
 
 

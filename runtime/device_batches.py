@@ -5,6 +5,7 @@ data.MicroBatch, on the CPU; `device_batches` -> Batch, the images and noise of 
 accumulation steps of one step, on the device; `Monitor.next_batch` hands it to the training loop.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import data
 import mesh
 from runtime import process
+from runtime.config import Config
 from runtime.run import Run
 from runtime.session import Session
 
@@ -39,6 +41,12 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
     share = 1 if ranks.launcher == "srun" else ranks.local_world_size
     cores = max(1, mesh.process_cores() // share)
     return min(MAX_WORKERS, cores - 1)
+
+
+def steps_ahead(config: Config, ranks: mesh.Ranks) -> int:
+    """Return the number of steps whose batches the workers may have read before they are taken."""
+    batches = worker_count(config.workers, ranks) * data.PREFETCH
+    return math.ceil(batches / config.accum)
 
 
 def open_batches(

@@ -104,6 +104,12 @@ class Monitor:
                 self.bad_images.unreported.append((name, reason, step + 1))
         return self.batch
 
+    def skip_batches(self, steps: int) -> None:
+        """Throw away the batches of so many steps, then start the clock anew."""
+        for _ in range(steps):
+            self.next_batch(self.guard.done)
+        self.meter = Meter(self.checkpoints.begin, self.run.global_batch)
+
     def requests(self) -> StepRequests:
         """Return what this rank asks of the others in a step."""
         return StepRequests(

@@ -40,6 +40,25 @@ def test_it_reads_every_step_and_has_no_model_and_no_loss(read, monkeypatch, tmp
     assert [step["loss"] for step in steps] == [None, None, None, None, None, None]
 
 
+def test_batches_that_workers_read_before_the_clock_starts_are_not_measured(
+    read, monkeypatch, tmp_path
+):
+    build_loader = data.build_loader
+    taken = []
+
+    def counting_loader(*args, **kwargs):
+        for batch in build_loader(*args, **kwargs):
+            taken.append(batch.image_ids)
+            yield batch
+
+    monkeypatch.setattr(data, "build_loader", counting_loader)
+    status, end, _ = read("--workers", "2")
+    _, steps, _ = read_log(tmp_path / "out" / "log.jsonl")
+    assert (status, end["steps"], len(steps)) == (0, 6, 6)
+    # PyTorch: prefetch_factor batches of each worker are in its queue
+    assert len(taken) == 2 * data.PREFETCH + 6
+
+
 def test_a_signal_ends_it(read):
     status, end, _ = read(received=[signal.SIGTERM])
     assert (status, end["reason"], end["steps"], end["problem"]) == (0, "signal", 1, None)
