@@ -156,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = summary_lines(plan, bool(args.global_batch))
     print("\n".join(comparison_lines(plans) if args.compare else summary))
     if plan.machine.name != "frontier" and not plan.machine.measured:
-        note = "times are guesses, fitted on Frontier: plan.py --measure FILE measures a machine"
-        print(f"note     {note}")
+        print("note     times are estimates: plan.py --measure FILE measures a machine")
     return 0
 
 
