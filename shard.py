@@ -678,11 +678,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
 def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     """Find the checks of a model, if it is sharded, or of sharded models inside or around it."""
     if hasattr(model, "loop_checks"):
-        checks: Any = model.loop_checks
-        return {checks}
-    modules: list[Any] = [*model.modules()]
-    parameters: list[Any] = [*model.parameters()]  # they know a sharded model around this one
-    return {each.loop_checks for each in modules + parameters if hasattr(each, "loop_checks")}
+        own: Any = model.loop_checks
+        return {own}
+    # parameters know a sharded model around this one
+    holders: list[Any] = [*model.modules(), *model.parameters()]
+    found: set[_LoopChecks] = set()
+    for holder in holders:
+        checks = vars(holder).get("loop_checks")  # a module's hasattr() is slow for what it lacks
+        if checks:
+            found.add(checks)
+    return found
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -1433,7 +1438,10 @@ class _LoopChecks:
                 inner = wrapper.module
             for name in vars(wrapper).keys() - own_attributes:
                 value = vars(wrapper)[name]
-                differs = hasattr(inner, name) and getattr(inner, name) is not value
+                if not hasattr(inner, name):
+                    own_attributes.add(name)  # FSDP1 adds some in its first call
+                    continue
+                differs = getattr(inner, name) is not value
                 if differs and not callable(value):  # a callable is meant for the wrapper
                     raise RuntimeError(
                         f"{name} was set on {type(wrapper).__name__}, and the "
