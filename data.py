@@ -9,7 +9,7 @@ A micro-batch is the images of one rank in one accumulation step. Shapes: B imag
 C channels, H x W pixels, L patches of an image.
 
 Importing this file changes four settings of the process: `Image.MAX_IMAGE_PIXELS` of Pillow is
-raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's log of TIFF files is switched off, and
+raised to 2**29 and `ImageFile.MAXBLOCK` to 2**20, Pillow's TIFF logging is switched off, and
 PyTorch's warning that an array is not writable is ignored.
 """
 
@@ -45,10 +45,10 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 PREFETCH = 2  # batches that each worker of a loader may read ahead
 MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
-# Logarithms of the limits of width / height; computed in fp32, as torchvision does.
+# Logarithms of the limits of width / height; computed in fp32, as in torchvision.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
-AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), of one of ARRAY_DTYPES
-# Pillow refuses an image of more than twice this limit, 2**30 pixels. That many pixels take
+AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), with a dtype in ARRAY_DTYPES
+# Pillow refuses an image of more than 2**30 pixels, twice this limit. That many pixels take
 # LARGEST_IMAGE bytes as RGBA.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
@@ -309,7 +309,7 @@ def draw_augmentation(
     sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(sample_seed))
     # The crop is drawn last, because the number of draws that it takes depends on the size of the
-    # image, which must not affect noise and flip.
+    # image, which must not affect noise or flip.
     noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
     crop = draw_crop(generator, width, height)
@@ -331,7 +331,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
             top = int(torch.randint(height - h + 1, (), generator=generator))
             left = int(torch.randint(width - w + 1, (), generator=generator))
             return top, left, h, w
-    # If none of ten crops fits, take the largest centred crop that does.
+    # If none of the ten crops fits, take the largest centred crop that does.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -367,15 +367,15 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
     img_size: int
     patches: int
     exact: bool = False
-    stats: ChannelStats = IMAGENET  # an image with other channels or dtype counts as unreadable
+    stats: ChannelStats = IMAGENET  # an image whose channels or dtype differ counts as unreadable
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         """Load an image; if it is unreadable, load the next one in the order instead.
 
         The replacement gets the same noise and flip, and its crop is drawn from the same random
-        numbers. The sample's `bad` lists what it replaces; the trainer's runtime/monitor.py writes
-        it to OUT/bad_images.csv. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images; errors
-        that are not the file's fault are passed on.
+        numbers. The sample's field `bad` lists the images that it replaces; the trainer's
+        runtime/monitor.py writes them to OUT/bad_images.csv. OSError after MAX_UNREADABLE_IN_A_ROW
+        unreadable images; errors that are not the file's fault are passed on.
         """
         position, index = key
         bad: list[tuple[int, str]] = []
@@ -449,7 +449,7 @@ def build_loader(
         num_workers=workers,
         collate_fn=collate,
         # A forked worker would inherit this process's threads, locks and devices. A worker from the
-        # fork server has only imported modules.
+        # fork server inherits only imported modules.
         multiprocessing_context="forkserver" if workers else None,
         # without it each new iterator would draw from, and so change, PyTorch's global generator
         generator=torch.Generator(),
@@ -471,12 +471,12 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 # --- One image: from a file or array to pixels
 #
 # A *picture* is what 8-bit RGB can show: a photo, a JPEG, most PNGs. Any other raster (more bands,
-# more bits, several pages) must be an *array* (C, H, W): a .npy file, or what `prepare.py pack`
-# makes of it.
+# more bits, several pages) must be an *array* (C, H, W): a .npy file, or the output of
+# `prepare.py pack`.
 
 
 class NeedsPackingError(ValueError):
-    """Training cannot read the file as it is, but `prepare.py pack` may convert it."""
+    """Training cannot read the file as it is, but `prepare.py pack` may be able to convert it."""
 
 
 # Pillow's modes that convert to 8-bit RGB without losing bands or bits
@@ -490,7 +490,7 @@ END_OF_IMAGE = b"\xff\xd9"
 END_OF_PNG = b"IEND\xaeB`\x82"  # the name and the checksum of its last chunk
 # numpy's kinds of dtypes that hold real numbers: bool, signed, unsigned and floating-point
 REAL_KINDS = "biuf"
-# These two are advice, for the ends of error messages.
+# These two are advice that error messages end with.
 TO_GEOTIFF = "convert it to GeoTIFF (gdal_translate)"
 NODATA_ADVICE = "if this value marks missing pixels, declare it: `prepare.py pack --nodata=NUMBER`"
 
@@ -519,7 +519,7 @@ def open_image(
 ) -> tuple[AnyImage, tuple[int, int]]:
     """Open what `ImageSource.read` returned; return the image, not decoded, and (width, height).
 
-    NaN in an array means nodata; if `stats` is given, it is replaced by the channel's mean.
+    NaN in an array means nodata; if `stats` is given, NaN is replaced by the channel's mean.
     ValueError, or an error of Pillow or numpy, if the image is damaged or too large, or if its
     channels or dtype differ from those of `stats`. NeedsPackingError if it must be packed first.
     """
@@ -595,7 +595,7 @@ def check_end(content: bytes, kind: str | None) -> None:
 
 
 def check_transparent_colour(image: Image.Image, bit_depth: int) -> None:
-    """Raise ValueError if a PNG marks a colour as transparent by a value that Pillow misreads.
+    """Raise ValueError if a PNG marks a colour as transparent with a value that Pillow misreads.
 
     Pillow scales pixels of 2, 4 and 16 bits to 8, but not that value. Black is 0 at any depth.
     """
@@ -625,7 +625,7 @@ def open_array(content: bytes) -> np.ndarray:
 
 
 def check_array(image: np.ndarray) -> None:
-    """Raise ValueError unless an array is (C, H, W), of one of ARRAY_DTYPES, with valid pixels."""
+    """Raise ValueError unless an array has shape (C, H, W), an allowed dtype and valid pixels."""
     if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise ValueError(describe_wrong_array(image))
     check_shape(image.shape)
@@ -635,18 +635,18 @@ def check_array(image: np.ndarray) -> None:
 
 def check_shape(shape: tuple[int, ...]) -> None:
     """Raise ValueError if the shape of an array looks like (H, W, C) rather than (C, H, W)."""
-    first, second, last = shape  # (C, H, W), unless the last axis is the bands
+    first, second, last = shape  # (C, H, W), unless the last axis holds the bands
     # No image is only 4 pixels wide: these are bands, which `prepare.py pack` moves to the front.
     if last <= 4 and min(first, second) > 4:
         raise NeedsPackingError(f"{shape} looks like (H, W, C): convert it with `prepare.py pack`")
-    # A last axis that is so much shorter than the others is probably bands, not columns. Only the
-    # user can tell, so `pack` does not move a last axis of more than 4.
+    # A last axis that is this much shorter than the others probably holds bands, not columns. Only
+    # the user can tell, so `pack` does not move a last axis that is longer than 4.
     if 3 * last <= min(first, second):
         raise ValueError(f"{shape} looks like (H, W, C): save it as (C, H, W)")
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """Raise ValueError if a pixel of the channels (H, W) is not a measurement, or all are NaN."""
+    """Raise ValueError if any pixel of channels (H, W) is not a measurement, or if all are NaN."""
     only_nodata = True
     for channel in channels:
         largest = np.fmax.reduce(np.abs(channel), axis=None)  # NaN only if all are NaN
@@ -673,7 +673,7 @@ def describe_wrong_array(image: np.ndarray) -> str:
 
 
 def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
-    """Replace NaN in (C, H, W) float32 with its channel's mean; copies if there is any NaN."""
+    """Replace NaN in (C, H, W) float32 with its channel's mean; if there is any, return a copy."""
     missing = np.isnan(image)
     if not missing.any():
         return image
@@ -699,7 +699,7 @@ def check_picture(image: Image.Image) -> None:
 
 
 def ignore_orientation(image: Any) -> None:
-    """Keep Pillow from rotating a TIFF when it decodes it: GDAL and tifffile do not rotate it."""
+    """Keep Pillow from rotating a TIFF while decoding: GDAL and tifffile do not rotate it."""
     if image.fp is None:  # already decoded, by whoever opened the image
         return
     # Pillow's load() rotates by the orientation that getexif() holds, from TIFF's tags or from XMP.
@@ -725,7 +725,8 @@ def describe_tiff(image: Any) -> str | None:
     # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
         raise ValueError(
-            "TIFF with a palette of 8-bit colours, not 16: convert it (gdal_translate -expand rgb)"
+            "TIFF with a palette of 8-bit, not 16-bit, colours: "
+            "convert it (gdal_translate -expand rgb)"
         )
     if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
         return f"TIFF with {samples} bands of {bits} bits, stored band by band,"
@@ -759,7 +760,7 @@ ONE_LETTER_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
 
 def shows_bands(image: Any, bits: int) -> bool:
     """Tell whether Pillow correctly decodes a TIFF that stores its bands one after another."""
-    if image.mode in ("LA", "PA"):  # if they are compressed, Pillow leaves their alpha at 0
+    if image.mode in ("LA", "PA"):  # if it is compressed, Pillow leaves its alpha at 0
         return False
     raw_modes = set()
     for decoder, _, _, arguments in image.tile:
@@ -807,7 +808,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return a JPEG 2000's number of components, the bits of the first, and whether it is signed.
+    """Return the number of components in a JPEG 2000, and the bits and signedness of the first.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the

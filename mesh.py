@@ -1,9 +1,9 @@
 """Find this process's rank, choose its device, start the process group, build the device mesh.
 
 Slurm (srun) or torchrun starts the ranks; without either there is a single process. The ranks form
-a grid, the mesh: a row is a shard group (its ranks together hold one copy of the parameters), a
-column a replicate group (its ranks hold the same shard). Here are eight ranks on two nodes of four,
-with `--mode hybrid --group 4`:
+a grid, the mesh: a row is a shard group (its ranks together hold one copy of the parameters), and a
+column is a replicate group (its ranks hold the same shard). Here are eight ranks on two nodes of
+four, with `--mode hybrid --group 4`:
 
                       shard 0  1  2  3
         replicate 0         0  1  2  3      node 0
@@ -14,7 +14,8 @@ nodes. In the hybrid modes --group defaults to one node (runtime/run.py). With -
 third dimension, "tp": the ranks along it split each block and read the same images. Otherwise every
 rank reads images of its own. Copy this one file: it needs only torch.
 
-In docstrings, "Collective" means that every rank must call the function, or the others wait for it.
+In docstrings, "Collective" means that every rank must call the function: a rank that has called it
+waits for the others.
 """
 
 import math
@@ -71,10 +72,11 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
     RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or in the shell of a Slurm job of several tasks or nodes, where a single process would
-    surely be a mistake.
+    by node, or if this is the shell of a Slurm job with several tasks or nodes, where a single
+    process would surely be a mistake.
     """
-    # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchruns, not ranks.
+    # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchrun processes,
+    # not the ranks.
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return _torchrun_ranks(environ)
     if _started_by_srun(environ):
@@ -131,15 +133,15 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     if sum(counts) != world_size:
         raise RuntimeError(
             f"Slurm counts {world_size} ranks, but {per_node} ranks per node add up to "
-            f"{sum(counts)}: start all with one srun"
+            f"{sum(counts)}: start all ranks with one srun"
         )
     # If ranks were numbered round-robin over the nodes, the consecutive ranks of a shard group
     # would be on different nodes.
     if rank != sum(counts[:node]) + local_rank:
         raise RuntimeError(
             f"rank {rank} is local rank {local_rank} of node {node}, with {per_node} ranks per "
-            "node, so Slurm does not number them node by node: give srun `--distribution=block`, "
-            "and do not set another order of nodes or tasks"
+            "node, so Slurm does not number the ranks node by node: give srun "
+            "`--distribution=block`, and do not set another order of nodes or tasks"
         )
     defaults: dict[str, str] = {}
     if len(counts) == 1:
@@ -225,7 +227,7 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
-            # With a device_id NCCL connects now, not in the first collective; a single process has
+            # With a device_id, NCCL connects now, not in the first collective; a single process has
             # nobody to connect to.
             device_id=device if on_gpu and ranks.rendezvous else None,
         )
@@ -234,10 +236,10 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
 def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
     """Make `dist.rendezvous` use a new store for this attempt, instead of torchrun's. Collective.
 
-    After a restart torchrun's store still has the addresses of the dead ranks. So all ranks set two
+    After a restart, torchrun's store still has the addresses of dead ranks. So all ranks set two
     variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port on rank 0's node, where
     rank 0 will serve the new store. TORCHELASTIC_USE_AGENT_STORE becomes False: True selects
-    torchrun's.
+    torchrun's store.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
     shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
@@ -255,8 +257,8 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
         try:
             socket.create_connection((address, port), timeout=5).close()
         except OSError:
-            # Rank 0 listens only when it gets to dist.rendezvous. Until it has set its port, this
-            # may also be the port of an earlier attempt, on which nobody listens any more.
+            # Rank 0 starts to listen only once it reaches dist.rendezvous. Until it has set its
+            # port, `port` may also be that of an earlier attempt, on which nobody listens any more.
             time.sleep(0.1)
             continue
         os.environ["MASTER_PORT"] = str(port)

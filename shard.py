@@ -3,12 +3,12 @@
 The engines are DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two versions: FSDP1
 (`FullyShardedDataParallel`, deprecated, used by the study in arXiv 2404.11706) and FSDP2
 (`fully_shard`, the maintained one). `apply` is the entry point, for any model in fp32;
-examples/own_model.py is a whole training loop with it.
+examples/own_model.py is a whole training loop that uses it.
 Copy this one file: it needs only torch.
 
 A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
 the blocks. "Full" values and shapes are those of an unsharded tensor. In docstrings, "Collective"
-means that every rank must call the function, or the others wait for it.
+means that every rank must call the function: a rank that has called it waits for the others.
 """
 
 import random
@@ -149,7 +149,7 @@ def invalid_options(
 ) -> Iterator[str]:
     """Yield a sentence for each option that is not allowed in a mode, or with another option.
 
-    `given` maps names to values: fields of ShardingOptions, or flags of the trainer, in which
+    `given` maps names to values: fields of ShardingOptions, or flags of the trainer, where
     `param_dtype` is called `precision`. `flag_name` turns a name into what the sentences call it,
     such as `--cpu-offload`; by default (`str`) that is the name itself.
     """
@@ -171,7 +171,7 @@ def invalid_options(
         elif name in ("tp", "cpu_offload") and fp16:
             yield f"{flag} does not work with fp16: its scaler would miss overflows; use bf16"
         elif name == "cpu_offload" and fsdp1 and given.get("accum", 1) > 1:
-            yield f"{flag} with FSDP1 does not add up gradients: use {flag_name('fsdp')} 2"
+            yield f"{flag} with FSDP1 does not accumulate gradients: use {flag_name('fsdp')} 2"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
@@ -220,7 +220,7 @@ def apply(
       allows a third, "tp".
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
-    - `uninitialized`: leave a model on meta without values, because a checkpoint is loaded next;
+    - `uninitialized`: a model on meta gets no values here, because a checkpoint is loaded next;
       `init_fn` then serves only the buffers that no checkpoint has.
     - `split_block(block, mesh)`: splits a block over "tp", in place.
 
@@ -232,7 +232,7 @@ def apply(
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
-    other methods. All ranks must call the same blocks in a step; otherwise some silently train on
+    other methods. All ranks must call the same blocks in a step, or some ranks silently train on
     wrong weights. FSDP1 also updates parameters unused in a step, and makes fp64 buffers fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
@@ -246,7 +246,7 @@ def apply(
     _check_units(model, block_units)
     original = _parameters_by_name(model)
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
-    if not uninitialized:  # else loading the checkpoint checks names and shapes
+    if not uninitialized:  # otherwise names and shapes are checked when the checkpoint is loaded
         values.broadcast_from_rank0(must_agree=f"{mode} {list(blocks)} {options}")
 
     def fill_and_split(module: nn.Module) -> None:
@@ -272,9 +272,9 @@ def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _copy_attributes(original: Mapping[str, nn.Parameter], sharded: nn.Module) -> None:
-    """Copy what a user set on the original parameters to those that have replaced them.
+    """Copy the attributes that a user set on the original parameters to their replacements.
 
-    Loops build parameter groups from such attributes, such as `p.no_weight_decay`.
+    Training loops build parameter groups from attributes such as `p.no_weight_decay`.
     """
     for name, p in _parameters_by_name(sharded).items():
         if name not in original:  # split_block has made it
@@ -308,7 +308,7 @@ def _checkpoint_and_compile(
             _refuse_changes_in_forward(wrapper, state, CHANGED_STATE, fingerprint=hash)
     if options.compile:
         # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
-        # start within a block. One graph is faster, and DDP still starts them between blocks.
+        # start within a block. One graph is faster, and the all-reduces still start between blocks.
         torch._dynamo.config.optimize_ddp = False
         for name in blocks:
             # Not dynamic: one graph for blocks of any shape would be slower than one per shape.
@@ -325,10 +325,10 @@ def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of attention and of matrix products, recompute all others when needed.
+    """Save the results of attention and of matrix products; recompute all others when needed.
 
-    A product with fewer output than input features is not saved: in a transformer block that is
-    the MLP's last one (fc2), whose output no gradient needs.
+    A product with fewer output than input features is not saved. In a transformer block, that
+    product is the MLP's last one (fc2), whose output no gradient needs.
     """
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         # mm(left, right) or addmm(bias, left, right), where right is (in, out)
@@ -390,7 +390,7 @@ def _fsdp(
         fill_and_split(block)  # full values, until wrap() shards them
         unit = model.get_submodule(name)  # the block, or the checkpoint_wrapper around it
         _replace(model, {unit: wrap(unit)})
-    fill_and_split(model)  # the root: what has its values already is left alone
+    fill_and_split(model)  # the root; tensors that already have values are left alone
     sharded = wrap(model)
     wrapped_blocks: list[Any] = [model.get_submodule(name) for name in block_units]
     units = [*wrapped_blocks, sharded]
@@ -400,7 +400,7 @@ def _fsdp(
         _pin_offloaded(units)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    # FSDP1 computes with a copy of a unit's parameters, gathered or cast, or with the parameters.
+    # FSDP1 computes with a (gathered or cast) copy of a unit's parameters, or with them directly.
     uses_copy = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
     uses_copy = uses_copy or options.cpu_offload
     for unit in units:
@@ -416,23 +416,24 @@ def _fsdp(
 
 
 def _pin_offloaded(units: list[Any]) -> None:
-    """Move the parameters that FSDP1 offloads to pinned memory, where they stay. Collective.
+    """Move FSDP1's offloaded parameters to pinned memory, where they stay. Collective.
 
-    The first forward pass would do so too. But on one rank the pinned copy dates from the first
-    state_dict() before it, and a checkpoint that was loaded in between would be lost.
+    The first forward pass would do so too. But suppose that nothing is sharded and state_dict() is
+    called before that pass: the pinned copy would hold the values from the first such call, and a
+    checkpoint loaded after that call would be lost.
     """
     for unit in reversed(units):  # FSDP1 needs the root first
         with FSDP1.summon_full_params(unit, recurse=False, writeback=False):
-            pass  # leaving this block makes the parameters views of the pinned copy
+            pass  # on leaving this `with`, the parameters become views of the pinned copy
 
 
 def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
-    """Register hooks on a unit of FSDP1, called around its forward pass.
+    """Register the hooks that run around the forward pass of an FSDP1 unit.
 
     The order in a call: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, and
     `_reshard_without_backward` runs.
     """
-    # Without a copy a write into a parameter survives, but a new `.data` does not.
+    # Without a copy, a write into a parameter survives, but a new `.data` does not.
     fingerprint = _fingerprint if uses_copy else _memory_of
     tensors = partial(_gathered_by_fsdp1, unit)
     _refuse_changes_in_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
@@ -441,7 +442,7 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
 
 
 def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
-    """Register hooks on a unit of FSDP2, called around its forward pass.
+    """Register the hooks that run around the forward pass of an FSDP2 unit.
 
     The order in a call: the hooks with `prepend` run, FSDP2 gathers, the unit is watched, FSDP2
     frees, and `_reshard_without_backward` runs.
@@ -457,7 +458,7 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
 
 
 def _casts_inputs(options: ShardingOptions) -> bool:
-    """Tell whether FSDP casts inputs; in fp32 it would only round inputs of fp64."""
+    """Tell whether FSDP casts inputs; in fp32 it would only round fp64 inputs."""
     return options.cast_inputs and options.param_dtype != torch.float32
 
 
@@ -479,7 +480,7 @@ def _fsdp1_wrapper(
     """FSDP1: strategy and prefetch are enums; every unit becomes one flat parameter."""
     submesh = mesh
     if mesh["shard"].size() == 1:
-        # any other strategy would not reduce gradients at all (pytorch#154888)
+        # no other strategy would reduce gradients at all (pytorch#154888)
         sharding = ShardingStrategy.NO_SHARD
         submesh = mesh["replicate"]
         # this warning only advises using DDP
@@ -522,7 +523,7 @@ def _fsdp1_wrapper(
 def _fsdp2_wrapper(
     strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
 ) -> Callable[[nn.Module], Any]:
-    """FSDP2: the strategy is the mesh and `reshard_after_forward`; parameters become DTensors.
+    """FSDP2: the mesh and `reshard_after_forward` set the strategy; parameters become DTensors.
 
     On a mesh of two dimensions it shards over the second and replicates over the first. In
     backward each unit, the last block first, reduce-scatters its gradients over "shard", then
@@ -554,7 +555,7 @@ def _refuse_stand_ins(unit: nn.Module, args: Any) -> None:
         for name, p in module._parameters.items():
             if p is not None and not isinstance(p, nn.Parameter):
                 raise RuntimeError(
-                    f"{name} was replaced for one call, as functional_call does, but FSDP2 would "
+                    f"{name} was replaced for one call, as by functional_call, but FSDP2 would "
                     "ignore the replacement: use mode ddp, or other block_classes"
                 )
 
@@ -563,8 +564,8 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     """Free what an FSDP unit gathered, after a forward pass that no backward pass will follow.
 
     Without this hook the root, and in the grad_op modes every unit, would stay gathered: FSDP1
-    would keep using these values after the shards have changed; under FSDP2 the module would hold
-    other parameters than those that the optimizer updates.
+    would keep using the gathered values after the shards have changed; under FSDP2 the module would
+    hold parameters other than those that the optimizer updates.
 
     Returns the output; a parameter in it, whose memory is freed here, is replaced by a copy.
     """
@@ -609,11 +610,12 @@ def _may_need_backward(output: Any) -> bool:
 def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
-    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP all-reduces over
-    replicas after every one too, which is always right. With `uses_all=True` FSDP2, and FSDP1 in
-    no_shard, do so only after the last, as DDP always does. You thereby promise that every
-    micro-batch gives every trained parameter a gradient, on every rank. If you break the promise,
-    and a unit gets none in the last micro-batch, FSDP2 never all-reduces those that it got before.
+    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP also all-reduces
+    over replicas after every micro-batch, which is always right. With `uses_all=True`, FSDP2 and
+    no_shard of FSDP1 do this only after the last one, as DDP always does. You thereby promise that
+    every micro-batch gives every trained parameter a gradient, on every rank. If you break the
+    promise, and a unit gets no gradient in the last micro-batch, FSDP2 never all-reduces the unit's
+    earlier gradients.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -680,18 +682,18 @@ def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     if hasattr(model, "loop_checks"):
         own: Any = model.loop_checks
         return {own}
-    # parameters know a sharded model around this one
+    # parameters refer to a sharded model around this one
     holders: list[Any] = [*model.modules(), *model.parameters()]
     found: set[_LoopChecks] = set()
     for holder in holders:
-        checks = vars(holder).get("loop_checks")  # a module's hasattr() is slow for what it lacks
+        checks = vars(holder).get("loop_checks")  # hasattr() is slow if a module lacks the name
         if checks:
             found.add(checks)
     return found
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their device mesh: tensor parallelism has two.
+    """Group parameters by their device mesh: with tensor parallelism there are two meshes.
 
     PyTorch computes a norm over parameters of one mesh at a time.
     """
@@ -716,7 +718,7 @@ def weight_decay_names(model: nn.Module) -> set[str]:
     """List the original names of the parameters to decay: those with two or more dimensions.
 
     So biases and norms do not decay; tokens such as `cls_token` (1, 1, D) do. Dimensions are those
-    before sharding. ValueError for FSDP1, which flattens parameters: call it before `apply`.
+    before sharding. ValueError for FSDP1, which flattens parameters: call this before `apply`.
     """
     if _contains(model, FSDP1):
         raise ValueError("call weight_decay_names before shard.apply: FSDP1 flattens parameters")
@@ -741,9 +743,9 @@ def build_optimizer(
     The result of `lr_scale(original name)` is stored as the group's "lr_scale", by which the
     schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
 
-    An optimizer of your own must be elementwise, like AdamW, under FSDP1, which gives it parts of
-    tensors, and under zero1, which gives it whole tensors, but not all. In other modes it need not
-    be.
+    Under FSDP1 and zero1, an optimizer of your own must be elementwise, like AdamW: FSDP1 gives it
+    parts of tensors, and zero1 gives it whole tensors, but not all of them. In other modes it need
+    not be.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -756,7 +758,7 @@ def build_optimizer(
         name = original_name(wrapped_name)
         decay_of_p = weight_decay if name in decay else 0.0
         scale = 1.0 if lr_scale is None else lr_scale(name)
-        # the fused AdamW takes parameters of one mesh at a time: tensor parallelism has two
+        # the fused AdamW takes parameters of one mesh at a time: tensor parallelism has two meshes
         key = (name in decay, scale, getattr(p, "device_mesh", None))
         empty = {"params": [], "weight_decay": decay_of_p, "lr_scale": scale}
         groups.setdefault(key, empty)["params"].append(p)
@@ -805,7 +807,7 @@ def build_scaler(
 
 
 def _check_arguments(mode: str, mesh: DeviceMesh, split: bool, options: ShardingOptions) -> None:
-    """Raise ValueError for a mode, mesh or options that would make training go wrong."""
+    """Raise ValueError for a mode, a mesh or options that would make training go wrong."""
     tp = mesh.shape[2] if split else 1
     group = None
     # mesh_shape refuses a mode that does not exist
@@ -956,7 +958,7 @@ def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:
     """Find the outermost modules of these classes, by name; ValueError if there are none."""
     if isinstance(classes, type | str) or not all(isinstance(c, type) for c in classes):
-        raise ValueError(f"block_classes is a set of classes, such as {{Block}}, not {classes!r}")
+        raise ValueError(f"block_classes must be a set of classes like {{Block}}, not {classes!r}")
     wanted = tuple(classes)
     blocks = {}
     for name, module in model.named_modules():
@@ -980,7 +982,7 @@ def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[
 
 
 class _InitialValues:
-    """Gives a model its values while it is being sharded, the same on every rank."""
+    """Gives a model its values, the same on every rank, while it is being sharded."""
 
     def __init__(
         self,
@@ -1021,7 +1023,7 @@ class _InitialValues:
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
-        """Allocate and fill each tensor on meta in a module and its submodules."""
+        """Allocate and fill the meta tensors of a module and its submodules."""
         made: dict[Tensor, Tensor] = {}  # tied parameters stay tied
         for module in unit.modules():
             for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -1062,17 +1064,17 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #
 # 1. Before each call and each step, every parameter is checked: it must not have been replaced, or
 #    changed in a way that the engine ignores; it must not have a hook that is never called; and it
-#    must not have been frozen or unfrozen after sharding.
+#    must not have been frozen or unfrozen after sharding. FSDP1 with cpu_offload: no gradients may
+#    be left that a backward pass would overwrite.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
 #    nor returned an object in which FSDP2 finds no tensor.
-# 3. After each gradient: the model must have been called since this tensor's last gradient.
+# 3. When a tensor gets a gradient: the model must have been called since the tensor's previous one.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps, and in every thousandth: all ranks must have used the same parameters, and
 #    replicas must be equal. An optimizer of other parameters must have the same gradients on all
 #    ranks (first three steps).
-# Values are compared seldom, because reading them makes the CPU wait for the GPU.
-# In a simulation (backend "fake") tensors have no values: of these checks, it makes only the first
-# half of the second.
+# Values are compared only rarely, because reading them makes the CPU wait for the GPU.
+# In a simulation (backend "fake") tensors have no values: only the first half of check 2 is made.
 #
 # Attributes that the checks put on objects of PyTorch:
 #   loop_checks           on a sharded model and its parameters: their _LoopChecks
@@ -1088,8 +1090,8 @@ FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
 LATER_STEPS = 1000  # ... and in every step whose number is a multiple of this
 
 REPLACED = (
-    "was replaced after shard.apply, and each rank would train its own: replace it before "
-    "shard.apply, or write into it, by copy_() or load_state_dict(assign=False); do not use "
+    "was replaced after shard.apply, and each rank would train its own copy: replace it before "
+    "shard.apply, or write into it with copy_() or load_state_dict(assign=False); do not use "
     "functional_call"
 )
 NOT_PUT_BACK = (
@@ -1100,7 +1102,7 @@ EDITED_IN_VAIN = (
     "change: evaluate in torch.no_grad()"
 )
 OTHER_MEMORY = (
-    "has new memory or a new dtype, which FSDP may miss: write into it, by copy_() or mul_(), and "
+    "has new memory or a new dtype, which FSDP may miss: write into it with copy_() or mul_(), and "
     "do not assign to .data"
 )
 LOST_HOOK = (
@@ -1131,7 +1133,7 @@ class _HeldParameter(NamedTuple):
 
 
 class _LoopChecks:
-    """Checks what a loop does with a sharded model, by hooks that raise RuntimeError."""
+    """Checks what a loop does with a sharded model, through hooks that raise RuntimeError."""
 
     calls_of_all: ClassVar[int] = 0  # forward passes of all models, with gradients or without
 
@@ -1166,7 +1168,7 @@ class _LoopChecks:
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
         self.adds_gradients = False  # whether a backward pass would add to averaged gradients
-        self.usage_checksum = 0  # of which parameters had a gradient after each micro-batch
+        self.usage_checksum = 0  # tells which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
         # Parameters that FSDP has replaced, as long as something else still holds them. None had a
@@ -1196,7 +1198,7 @@ class _LoopChecks:
                 self.wrappers.append((module, set(vars(module))))
 
     def __deepcopy__(self, memo: Any) -> "_LoopChecks":
-        """Return the same checks: a DDP model is copied to average weights (EMA), not to train."""
+        """Return the same checks: a DDP model is copied for averaging (EMA), not for training."""
         return self
 
     def before_call(self, module: nn.Module, args: Any) -> None:
@@ -1205,7 +1207,7 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
-        # A call in a backward pass recomputes activations, and that pass is rightly unfinished.
+        # A call in a backward pass recomputes activations; that pass is of course unfinished.
         if not _in_backward():
             self.check_interrupted()
             if self.offloaded_by_fsdp1:
@@ -1228,7 +1230,7 @@ class _LoopChecks:
         for name, module_of_p, leaf, p in self.held:
             now = getattr(module_of_p, leaf, None)
             # FSDP2 still has gathered parameters in the module. FSDP1 may have its shards there,
-            # but computes with what it gathered until the backward pass, and misses a change.
+            # but until the backward pass it computes with what it gathered, and misses a change.
             if isinstance(now, Tensor) and (now is not p or self.fsdp1):
                 self.after_forward[name] = (now, now._version)
             if isinstance(now, nn.Parameter) and now is not p:
@@ -1246,7 +1248,7 @@ class _LoopChecks:
             )
 
     def after_gradient(self, tensor: Tensor) -> None:
-        """Raise RuntimeError if there was no call since this tensor's last gradient.
+        """Raise RuntimeError if there has been no call since this tensor's previous gradient.
 
         The new gradient would not be averaged over ranks.
         """
@@ -1282,7 +1284,7 @@ class _LoopChecks:
             if p.requires_grad and self.last_call.get(p, 0) != newest:
                 raise RuntimeError(
                     "a trained parameter got no gradient from the last backward pass, and DDP "
-                    "waits for it before it averages: use find_unused_parameters=True"
+                    "waits for it before averaging: use find_unused_parameters=True"
                 )
 
     def check_interrupted(self) -> None:
@@ -1297,7 +1299,7 @@ class _LoopChecks:
         """Check the parameters before an optimizer's step; compare the ranks in some steps."""
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
-                raise RuntimeError("DDP has not averaged this gradient: step after backward()")
+                raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
             return  # other units still need what they gathered
         self.check_interrupted()
         self.check_backward()
@@ -1314,7 +1316,7 @@ class _LoopChecks:
         self.update_usage()
         if self.after_forward and self.fsdp2:
             # A call with gradients but without backward() leaves units gathered, and the step would
-            # make these values stale. Does nothing where a backward pass has resharded.
+            # make these values stale. reshard() does nothing where a backward pass has resharded.
             for unit in self.units:
                 unit.reshard()
         self.after_forward = {}
@@ -1362,7 +1364,7 @@ class _LoopChecks:
     # place: `p` itself, or the gathered tensor that the last forward pass left.
 
     def was_not_put_back(self, name: str, p: Any, now: Any) -> bool:
-        # A unit of FSDP1 that gathers nothing computes with views of its parameters until backward.
+        # If an FSDP1 unit gathers nothing, it computes with views of its parameters until backward.
         return self.fsdp1 and self.was_replaced(name, p, now) and _same_memory(now, p)
 
     def was_replaced(self, name: str, p: Any, now: Any) -> bool:
@@ -1388,9 +1390,9 @@ class _LoopChecks:
         return changed and (gathered or self.awaits_backward())
 
     def has_other_memory(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP2 goes on using the old memory. FSDP1 copies the new values into the old memory, and
-        # so overwrites the trained weights that a loop which swaps in EMA weights keeps there.
-        # Gathered tensors always have other memory.
+        # FSDP2 goes on using the old memory. FSDP1 copies the new values into that memory. In a
+        # loop that swaps in EMA weights, this overwrites the trained weights that the loop keeps
+        # there. Gathered tensors always have other memory.
         called_since_step = bool(self.after_forward)  # before_step empties it
         may_be_gathered = self.fsdp1 and called_since_step
         if may_be_gathered or p.numel() == 0:
@@ -1400,7 +1402,7 @@ class _LoopChecks:
         return memory != first
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP computes the gradients of other tensors, so it does not call all hooks of `p`.
+        # FSDP computes the gradients of other tensors, so some hooks of `p` are never called.
         return _has_hook(p, post_accumulate=self.fsdp1)
 
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
@@ -1408,7 +1410,7 @@ class _LoopChecks:
         return p.dtype != torch.float32
 
     def has_lost_average(self, name: str, p: Any, now: Any) -> bool:
-        # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new one.
+        # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new node.
         if p not in self.nodes or not p.requires_grad:
             return False
         # Looked up only if p has new memory, as after any change of dtype.
@@ -1450,14 +1452,14 @@ class _LoopChecks:
                     )
 
     def awaits_backward(self) -> bool:
-        """Tell whether FSDP1 was called with gradients, and its backward pass has not run yet."""
+        """Tell whether FSDP1 was called with gradients but its backward pass has not run yet."""
         return self.fsdp1 and any(_fsdp1_awaits_backward(unit) for unit in self.units)
 
     def check_backward(self) -> None:
         """Raise RuntimeError if FSDP1 still awaits a backward pass."""
         if self.awaits_backward():
             raise RuntimeError(
-                "after a call with gradients FSDP1 needs a backward() before a step and, in low "
+                "after a call with gradients, FSDP1 needs a backward() before a step and, in low "
                 "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
                 "to the model as one, or use fsdp 2"
             )
@@ -1468,12 +1470,12 @@ class _LoopChecks:
         FSDP1 does not add to gradients that it has averaged and moved to the CPU:
         https://docs.pytorch.org/docs/stable/fsdp.html
         """
-        # Noted before an evaluation too, because FSDP1 brings back old gradients in it.
+        # Recorded before an evaluation too, because FSDP1 brings back old gradients during one.
         if all(held.parameter.grad is None for held in self.held):
             self.adds_gradients = False
         if self.adds_gradients and torch.is_grad_enabled():
             raise RuntimeError(
-                "FSDP1 with cpu_offload does not add up the gradients of several backward() calls: "
+                "FSDP1 with cpu_offload does not accumulate gradients over backward() calls: "
                 "take a step or call zero_grad() before the next call, or use fsdp 2"
             )
 
@@ -1484,9 +1486,9 @@ class _LoopChecks:
                 raise RuntimeError(f"{name} {NOT_PUT_BACK}")
 
     def update_usage(self) -> None:
-        """Update the checksum of which parameters have a gradient; `compare_ranks` compares it.
+        """Record in the checksum which parameters have a gradient; `compare_ranks` compares it.
 
-        Called before each call and before the step, it sees what each micro-batch left.
+        It runs before each call and before the step, so it sees what each micro-batch left.
         """
         if self.compares_values():
             has_gradient = [held.parameter.grad is not None for held in self.held]
@@ -1498,14 +1500,14 @@ class _LoopChecks:
         if compares_used and not _same_on_all_ranks(str(self.usage_checksum), self.device):
             raise RuntimeError(
                 "the ranks used different parameters, and FSDP2 mixes up their gradients: "
-                "use find_unused_parameters=True (torch 2.14), or mode ddp with it"
+                "use find_unused_parameters=True, with torch 2.14 or in mode ddp"
             )
         trained = [held.parameter for held in self.held if held.parameter.requires_grad]
         values = _checksums([*trained, *(p.grad for p in trained)])
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
-                "all ranks, compute gradients by backward(), end a step with accumulation(model, "
+                "all ranks, compute gradients with backward(), end a step with accumulation(model, "
                 "last=True), and give DDP find_unused_parameters=True if a rank leaves some "
                 "parameters unused"
             )
@@ -1547,8 +1549,8 @@ def _refuse_other_names(module: Any, state: Any, prefix: str, *args: Any) -> Non
     """Raise RuntimeError for weights of which DDP would load none (silently if not strict)."""
     if state and not any(name.startswith(f"{prefix}module.") for name in state):
         raise RuntimeError(
-            "no name of the loaded weights begins with `module.`, as DDP's do: load them into "
-            "model.module"
+            "the names of the loaded weights do not begin with `module.`, unlike DDP's: load them "
+            "into model.module"
         )
 
 
@@ -1561,7 +1563,7 @@ def _refuse_copy(memo: Any) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """Return a string that changes with the tensor's values, even if written through `.data`.
+    """Return a string that changes with the tensor's values, even for writes through `.data`.
 
     `_version`, PyTorch's count of changes, would not. A string, because fake tensors have no
     numbers to return.
@@ -1582,7 +1584,7 @@ def _refuse_changes_in_forward(
     """Register hooks that raise RuntimeError if a forward pass changes what a module holds.
 
     They compare the `fingerprint` of each item that `list_items()` yields, usually a tensor, before
-    and after the first three training passes.
+    and after each of the first three training passes.
     """
     before: dict[str, Any] = {}
     passes_left = FIRST_STEPS
@@ -1803,7 +1805,7 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
     The trial imitates two ranks, with two tensors of 16 elements in all. Each rank gets a part of
-    both, flattened as FSDP1 does it, or one of the tensors, as with ZeRO-1.
+    each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1.
     """
     matrix = torch.arange(12).view(3, 4)  # indices of the elements
     if flattened:
@@ -1826,14 +1828,14 @@ def _change_in_trial(
 ) -> Tensor:
     """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
-    The copy has one parameter group, with these elements and the settings of `group`. Their values
-    and gradients follow from their indices. Returns (16,) in fp64, zero at all other indices.
+    The copy has one parameter group, with these elements and the settings of `group`. The elements'
+    values and gradients follow from the indices. Returns (16,) in fp64, zero at all other indices.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [index.to(device, torch.float64) for index in indices]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-    if "initial_lr" in settings:  # a schedule's peak; it may begin with 0, which changes nothing
+    if "initial_lr" in settings:  # peak of a schedule, which may begin at 0 and change nothing
         settings["lr"] = settings["initial_lr"]
     if "lr" in settings and settings["lr"] == 0:
         settings["lr"] = 0.01
@@ -1849,7 +1851,7 @@ def _change_in_trial(
     return change
 
 
-# A scheduler sets `step` on its optimizer; a copy of it would step the original optimizer.
+# A scheduler sets `step` on its optimizer; a copied `step` would step the original optimizer.
 NOT_COPIED = {"state", "param_groups", "step"}
 
 
@@ -1878,7 +1880,7 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
             if known and p.requires_grad and _memory_of(p) not in known:
                 raise RuntimeError(
                     f"a parameter {tuple(p.shape)} has new memory, which zero1 does not send: "
-                    "write into it, by copy_() or mul_(), and do not assign to .data"
+                    "write into it with copy_() or mul_(), and do not assign to .data"
                 )
 
 
@@ -1902,10 +1904,10 @@ def _register_step_check() -> None:
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:
-    """Tell whether a unit of FSDP1 was called with gradients, and its backward pass has not run.
+    """Tell whether a unit of FSDP1 was called with gradients but its backward pass has not run.
 
-    Until it runs, the unit keeps what it gathered and, in low precision, would lose the gradient
-    of another call.
+    Until that pass runs, the unit keeps what it gathered and, in low precision, would lose the
+    gradient of another call.
     """
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
         return False
@@ -1964,7 +1966,7 @@ def _same_memory(one: Any, other: Tensor) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return a number that no other memory in use has, and that views of a tensor share."""
+    """Return a number that no other memory in use has; all views of a tensor share it."""
     return tensor.untyped_storage()._cdata  # DTensors and fake tensors have no data_ptr()
 
 

@@ -82,7 +82,7 @@ def forward_backward(training: Training, micro_batches: Sequence[tuple[Tensor, T
     """Accumulate the gradients of all micro-batches; return this rank's mean loss, a scalar."""
     model = training.model
     count = len(micro_batches)
-    # a micro-batch is (images, masking noise), in fine-tuning (images, labels)
+    # a micro-batch is (images, masking noise) or, in fine-tuning, (images, labels)
     first_images, _ = micro_batches[0]
     device = first_images.device
     mean_loss = torch.zeros((), device=device)
@@ -112,9 +112,10 @@ def train_step(
 ) -> None:
     """Take one optimizer step, unless some rank finds a bad value in it. Collective.
 
-    `guard` makes all ranks decide alike whether to apply the step. In the same all-reduce it tells
-    them the `requests` of this rank, such as to stop or to save. With AdamW nothing here waits for
-    a GPU, so the host can run ahead of it, except in the first three steps, which shard.py checks.
+    `guard` makes all ranks decide alike, with one all-reduce, whether to apply the step. The same
+    all-reduce tells them the `requests` of this rank, such as to stop or to save. With AdamW
+    nothing here waits for a GPU, so the host can run ahead of it, except in the first three steps,
+    which shard.py checks.
     """
     optimizer = training.optimizer
     scaler = training.scaler
@@ -155,9 +156,9 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     init_fn = None if resuming else initial_values(run)
     with torch.device("meta"):  # shapes without memory
         model: nn.Module = vit.ViTMAE(run.vit_config, config.img_size, config.norm_pix_loss)
-    # Before sharding, because it goes by the number of dimensions, which FSDP1 does not keep.
+    # Before sharding: decay goes by the number of dimensions, which FSDP1 does not keep.
     decay = shard.weight_decay_names(model)
-    # FSDP2 warns that the output is a view, which must not be changed in place. Nobody does that.
+    # FSDP2 warns that the output is a view, which must not be changed in place. Nothing changes it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     model = shard.apply(
         model,
@@ -225,7 +226,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             return guard.end_reason, monitor.problem
         # save: on schedule, when some rank's clock says so, or before the run ends. By now every
         # rank has read the results of all `done` steps: before a scheduled save it waited for them
-        # above, and finished_steps also waits once a result asks for a save or an end.
+        # above, and finished_steps also waits once a result asks to save or to end the run.
         too_many_bad = monitor.bad_images.too_many is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending
@@ -234,7 +235,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             with monitor.meter.paused():
                 problem = checkpoints.save(done, wait=ending)
             guard.save = False
-            # Set if the run's last save failed, or too many in a row: see CheckpointSchedule.save.
+            # Set if the last save of the run failed, or too many in a row: CheckpointSchedule.save.
             if problem:
                 return "save_failed", problem
         # stop: after too many bad images, or a signal to any rank, which travels this way:
@@ -257,7 +258,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
 def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     """Read the images of every step without training (--run-mode io); return as `train` does.
 
-    Not measured: the first collective, and the batches that the workers have read ahead until then.
+    Not measured: the first collective, and the batches that the workers have read ahead by then.
     """
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
@@ -309,9 +310,9 @@ def run_training(run: Run, session: Session) -> None:
     # the step number alone tells a resumed run where it is in the data (see data.step_positions)
     end = run.steps
     if config.run_mode == "io":
-        end += steps_ahead(config, session.ranks)  # which are not measured
+        end += steps_ahead(config, session.ranks)  # these extra steps are not measured
     batches = open_batches(run, session, files, range(checkpoints.begin, end))
-    first = next(batches)  # before the monitor starts its clock: workers take long to start
+    first = next(batches)  # before the monitor starts its clock: workers take a while to start
     monitor = Monitor(run, session, files, checkpoints, first=first, rest=batches)
     report_start(run, session, checkpoints.begin)
     if training:

@@ -7,8 +7,8 @@ Short names, in shapes and in code:
     B batch, C channels, H W image side in pixels, P patch side in pixels,
     L patches per image (`length`), K patches that stay visible, T tokens in a block,
     D width, N heads, E features per head (D / N), Dd width of the decoder
-In docstrings, `a -> b` means that a function takes a and returns b, () is the shape of a scalar,
-and "ValueError if ..." names the error that is raised.
+In docstrings, `a -> b` means that a function takes `a` and returns `b`; () is the shape of a
+scalar; and "ValueError if ..." names the error that is raised.
 """
 
 import math
@@ -76,9 +76,9 @@ def patch_count(config: ViTConfig, img_size: int) -> int:
 def count_visible(length: int, mask_ratio: float) -> int:
     """Count the patches that stay visible: L (1 - ratio), rounded down.
 
-    ValueError if that is 0, or if the ratio is not at least 0 and below 1.
+    ValueError if that is 0, or if the ratio is outside [0, 1).
     """
-    # the small addend: 100 * (1 - 0.9) is 9.999... in floating point
+    # + 1e-6 because 100 * (1 - 0.9) is 9.999... in floating point
     visible = int(length * (1 - mask_ratio) + 1e-6)
     if not 0 <= mask_ratio < 1:
         raise ValueError(f"mask ratio {mask_ratio} must be at least 0 and below 1")
@@ -96,7 +96,7 @@ def block_multiply_adds(tokens: int, width: int, mlp_width: int, gated: bool = F
 
 
 def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 0.75) -> int:
-    """Count the floating-point operations to train on one image, forward and backward.
+    """Count the floating-point operations needed to train on one image, forward and backward.
 
     Only matrix products count. Recomputation by activation checkpointing does not.
     """
@@ -197,7 +197,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
             return super().forward(x)
-        # Under autocast the weights are fp32 and x is not. On a GPU autocast would convert x to
+        # Under autocast the weights are fp32 and x is not. On a GPU, autocast would convert x to
         # fp32 and save that copy for backward. There is no need: the kernel computes mean and
         # variance in fp32 whatever the dtype of x, so it is enough to cast the weights, as FSDP
         # does.
@@ -339,7 +339,7 @@ class ViTMAE(nn.Module):
             initialize(self)
 
     def image_patches(self, images: Tensor) -> Tensor:
-        """Cut images into patches (B, L, P*P*C); ValueError if they do not fit the model."""
+        """Cut images into patches (B, L, P*P*C); ValueError if the images do not fit the model."""
         size = (self.config.channels, self.img_size, self.img_size)
         if images.shape[1:] != size:
             given = tuple(images.shape[1:])
@@ -363,7 +363,7 @@ class ViTMAE(nn.Module):
         """Encode images without removing patches: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
 
         Images must be normalised and floating-point; ValueError if they do not fit the model. Like
-        every method except `forward`, it needs a model that is not sharded.
+        every method except `forward`, this one needs a model that is not sharded.
         """
         patches = self.image_patches(images)  # (B, L, P*P*C)
         b, length, _ = patches.shape
@@ -414,10 +414,10 @@ class ViTMAE(nn.Module):
 def initial_value(
     config: ViTConfig, name: str, shape: torch.Size, seed: int = 0, device: Device = "cpu"
 ) -> Tensor:
-    """Return the initial value of a parameter or position table, fp32, of unsharded `shape`.
+    """Return the initial fp32 value of a parameter or position table of unsharded shape `shape`.
 
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
-    (D, C*P*P), qkv as one matrix). Biases are zero, except that of the patch embedding, which has
+    (D, C*P*P), qkv as one matrix). Biases are zero, except the patch embedding's, which has
     PyTorch's default. LayerNorm weights are 1, LayerNorm biases 0. The cls and mask tokens are
     drawn from a normal distribution with standard deviation 0.02. KeyError for an unknown name. A
     GPU and a CPU draw different numbers.
@@ -426,7 +426,7 @@ def initial_value(
     if leaf in ("pos_embed", "decoder_pos_embed"):
         return sincos_positions(shape[-1], math.isqrt(shape[1] - 1)).to(device)
     value = torch.empty(shape, device=device)
-    # Each name has a generator of its own: its value depends neither on the order of the calls nor
+    # Each name has its own generator, so a value depends neither on the order of the calls nor
     # on the rank that draws it.
     name_seed = zlib.crc32(f"{seed}/{name}".encode())
     generator = torch.Generator(device).manual_seed(name_seed)

@@ -28,9 +28,16 @@ FULL = "TEST_ALL" in os.environ  # make test-all: whole matrices, and the tests 
 # A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
-for name in list(os.environ):  # so that each test is one process, until it says otherwise
-    if name.startswith(LAUNCHERS):
-        del os.environ[name]
+
+
+def forget_launcher() -> None:
+    """Delete the variables of a launcher: each test is one process, until it says otherwise."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            del os.environ[name]
+
+
+forget_launcher()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -62,6 +69,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from ranks import freeze_imports
 
         freeze_imports()
+
+
+@pytest.fixture(autouse=True)
+def without_launcher() -> None:
+    """Begin each test as one process, whatever the tests before it have left behind."""
+    forget_launcher()
 
 
 @pytest.fixture

@@ -332,7 +332,7 @@ def test_gradients_that_fsdp1_would_overwrite_when_it_offloads_are_refused(singl
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, range(2))
     forward_backward(model)
-    with pytest.raises(RuntimeError, match="does not add up"):
+    with pytest.raises(RuntimeError, match="does not accumulate"):
         forward_backward(model)
     model.zero_grad()  # such as after a bad batch
     for _ in range(2):

@@ -338,7 +338,7 @@ def test_a_palette_of_too_few_bits_is_not_shown_black(scale, tmp_path):
     indices = blocks(0, 1, 0, 256, "uint8")[0]
     tifffile.imwrite(path, indices, photometric="palette", colormap=scale * colours, metadata=None)
     if scale == 1:
-        with pytest.raises(ValueError, match="palette of 8-bit colours, not 16: convert it"):
+        with pytest.raises(ValueError, match="palette of 8-bit, not 16-bit, colours: convert it"):
             read_packed(path.read_bytes())
     else:
         found = as_rgb(read_packed(path.read_bytes()))

@@ -87,7 +87,7 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
-CYCLIC = "not number them node by node: give srun `--distribution=block`"
+CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ CYCLIC = "not number them node by node: give srun `--distribution=block`"
         ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
         ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
         (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's
-        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "add up to 16: start all with one srun"),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "add up to 16: start all ranks with one srun"),
         (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
     ],
 )

@@ -20,7 +20,10 @@ from runtime.run import resolve
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount"}
 READ = ROWS if FULL else [("hybrid", 1), ("full_shard", 2)]
 PRECISIONS = ("fp32", "bf16") if FULL else ("bf16",)  # bf16 casts more
-COMPILED = ROWS if FULL else [("full_shard", 2)]
+# one row for each way of wrapping a block
+COMPILED = [("full_shard", 2)]
+if FULL:
+    COMPILED += [("ddp", 2), ("full_shard", 1), ("hybrid", 2)]
 
 
 class Reads(TorchDispatchMode):
