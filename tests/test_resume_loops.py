@@ -354,9 +354,8 @@ def test_an_optimizer_from_every_mode_to_every_mode(optimizer, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_optimizer_from_and_to_every_mode(world, tmp_path):
-    compare_on_ranks(world, covering(), tmp_path)
+def test_every_optimizer_from_and_to_every_mode(tmp_path):
+    compare_on_ranks(4, covering(), tmp_path)
 
 
 # --- several models, several optimizers, none
