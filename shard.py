@@ -171,7 +171,7 @@ def invalid_options(
         elif name in ("tp", "cpu_offload") and fp16:
             yield f"{flag} does not work with fp16: its scaler would miss overflows; use bf16"
         elif name == "cpu_offload" and fsdp1 and given.get("accum", 1) > 1:
-            yield f"{flag} with FSDP1 does not accumulate gradients: use {flag_name('fsdp')} 2"
+            yield f"{flag} with FSDP1 needs {flag_name('accum')} 1: or use {flag_name('fsdp')} 2"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
@@ -1147,8 +1147,9 @@ class _LoopChecks:
         self.fsdp2 = isinstance(model, FSDPModule)
         self.offloaded_by_fsdp1 = self.fsdp1 and model.cpu_offload.offload_params
         self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
-        # in low precision FSDP1 loses gradients if two calls come before a backward pass
-        self.fsdp1_in_low_precision = (
+        # If FSDP1 casts or moves parameters, each call computes with new tensors. It registers its
+        # hook on those of the first call only, so the gradients of a second would be lost.
+        self.needs_backward_after_call = self.offloaded_by_fsdp1 or (
             self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         )
         self.device = _device(mesh)
@@ -1167,7 +1168,10 @@ class _LoopChecks:
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
-        self.adds_gradients = False  # whether a backward pass would add to averaged gradients
+        # FSDP1 with cpu_offload: parameters of the optimizers that have taken a step, and those of
+        # them whose last averaged gradient has been applied
+        self.optimized: set[nn.Parameter] = set()
+        self.applied: set[nn.Parameter] = set()
         self.usage_checksum = 0  # tells which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
@@ -1211,8 +1215,8 @@ class _LoopChecks:
         if not _in_backward():
             self.check_interrupted()
             if self.offloaded_by_fsdp1:
-                self.check_no_gradients()
-        if self.fsdp1_in_low_precision:
+                self.check_applied()
+        if self.needs_backward_after_call:
             self.check_backward()
         self.note_trains()
         self.check_parameters()
@@ -1253,12 +1257,12 @@ class _LoopChecks:
         The new gradient would not be averaged over ranks.
         """
         self.averaged = _averages(self.model)
-        self.adds_gradients = self.averaged
+        self.applied.clear()
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
                 "call: call the model, not its methods or parts, and call backward() once; under "
-                "FSDP1 in low precision, do not call a block twice either"
+                "FSDP1 in low precision or with cpu_offload, do not call a block twice either"
             )
         self.last_call[tensor] = self.calls
 
@@ -1295,8 +1299,8 @@ class _LoopChecks:
                 "in a wrong state: load a checkpoint in a new process"
             )
 
-    def before_step(self) -> None:
-        """Check the parameters before an optimizer's step; compare the ranks in some steps."""
+    def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Check the model before a step of these parameters; compare the ranks in some steps."""
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
@@ -1325,7 +1329,8 @@ class _LoopChecks:
         if self.compares_values() or not self.averaged:
             self.compare_ranks()
         self.steps += 1
-        self.adds_gradients = False
+        self.optimized.update(parameters)
+        self.applied.update(parameters)
         self.usage_checksum = 0
 
     def compares_values(self) -> bool:
@@ -1460,20 +1465,23 @@ class _LoopChecks:
         if self.awaits_backward():
             raise RuntimeError(
                 "after a call with gradients, FSDP1 needs a backward() before a step and, in low "
-                "precision, before the next call: evaluate in torch.no_grad(), pass two batches "
-                "to the model as one, or use fsdp 2"
+                "precision or with cpu_offload, before the next call: evaluate in torch.no_grad(), "
+                "pass two batches to the model as one, or use fsdp 2"
             )
 
-    def check_no_gradients(self) -> None:
-        """Raise RuntimeError if gradients are left that the next backward pass would overwrite.
+    def check_applied(self) -> None:
+        """Raise RuntimeError if the next backward pass would overwrite a gradient not yet applied.
 
         FSDP1 does not add to gradients that it has averaged and moved to the CPU:
         https://docs.pytorch.org/docs/stable/fsdp.html
         """
-        # Recorded before an evaluation too, because FSDP1 brings back old gradients during one.
-        if all(held.parameter.grad is None for held in self.held):
-            self.adds_gradients = False
-        if self.adds_gradients and torch.is_grad_enabled():
+        # Before the first step any parameter may belong to an optimizer.
+        optimized = self.optimized or self.trained
+        for p in optimized:
+            if p.grad is None:
+                # Recorded before an evaluation too: FSDP1 brings back old gradients during one.
+                self.applied.add(p)
+        if self.averaged and torch.is_grad_enabled() and not optimized <= self.applied:
             raise RuntimeError(
                 "FSDP1 with cpu_offload does not accumulate gradients over backward() calls: "
                 "take a step or call zero_grad() before the next call, or use fsdp 2"
@@ -1717,7 +1725,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     checks_of_models = list(dict.fromkeys(checks_of_parameters))  # in the same order on all ranks
     _check_whole_tensors(optimizer, checks_of_models)
     for checks in checks_of_models:
-        checks.before_step()
+        checks.before_step(parameters)
 
 
 def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int) -> None:
@@ -1906,8 +1914,8 @@ def _register_step_check() -> None:
 def _fsdp1_awaits_backward(unit: Any) -> bool:
     """Tell whether a unit of FSDP1 was called with gradients but its backward pass has not run.
 
-    Until that pass runs, the unit keeps what it gathered and, in low precision, would lose the
-    gradient of another call.
+    Until that pass runs, the unit keeps what it gathered and, in low precision or with cpu_offload,
+    would lose the gradient of another call.
     """
     if unit._handle is None or not unit._handle.flat_param.requires_grad:
         return False

@@ -122,6 +122,7 @@ def cases(gpu: bool) -> Iterator[tuple[str, Config]]:
             offload = {"cpu_offload": True, "fsdp": engine}
             more += [{**offload, "precision": "bf16"}, {**offload, "clip": 0.5}]
         more += [{"cpu_offload": True, "fsdp": 1, "mode": "shard_grad_op"}]
+        more += [{"cpu_offload": True, "fsdp": 2, "accum": 2}]
         # last: compiling takes longer than all others
         more += [{"compile": True, "precision": "bf16"}, {"compile": True, "mode": "ddp"}]
     for change in more:

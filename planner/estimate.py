@@ -369,7 +369,10 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, Plan
     """
     run = plan.run
     images = run.batch * run.accum
-    for batch in reversed([n for n in mesh.divisors(images) if n < run.batch]):
+    smaller = [n for n in mesh.divisors(images) if n < run.batch]
+    if run.engine == "fsdp1" and run.cpu_offload:
+        smaller = []  # it cannot accumulate (shard.invalid_options)
+    for batch in reversed(smaller):
         accum = images // batch
         flags = f"--accum {accum}" if global_batch else f"--batch {batch} --accum {accum}"
         yield flags, replace(run, batch=batch, accum=accum)

@@ -44,9 +44,10 @@ def worker_count(workers: int | None, ranks: mesh.Ranks) -> int:
 
 
 def steps_ahead(config: Config, ranks: mesh.Ranks) -> int:
-    """Return the number of steps whose batches the workers may have read before they are taken."""
+    """Return the number of steps whose batches may have been read when the clock starts."""
+    first_step = 1  # taken before the clock starts; meanwhile the workers read ahead of it
     batches = worker_count(config.workers, ranks) * data.PREFETCH
-    return math.ceil(batches / config.accum)
+    return first_step + math.ceil(batches / config.accum)
 
 
 def open_batches(

@@ -60,13 +60,25 @@ class Meter:
         self.interval_start = now
         return seconds, waited
 
-    def summary(self) -> dict[str, float | None]:
-        """Return the numbers of the whole loop, by their keys in the log's end record."""
-        seconds = time.perf_counter() - self.started
+    def median_rate(self) -> float | None:
+        """Return the images per second of a usual interval, None before any has ended."""
         # the first interval includes the warm-up of caches, buckets and compilers
         measured = self.rates[1:] or self.rates
+        return statistics.median(measured) if measured else None
+
+    def mean_rate(self) -> float | None:
+        """Return the images per second of all intervals, None before any has ended."""
+        images = (self.begin - self.first) * self.global_batch
+        return images / self.seconds if self.seconds else None
+
+    def summary(self, reads_only: bool) -> dict[str, float | None]:
+        """Return the numbers of the whole loop, by their keys in the log's end record."""
+        seconds = time.perf_counter() - self.started
+        rate = self.median_rate()
+        if reads_only:  # the batches of several workers arrive together, with gaps between
+            rate = self.mean_rate()
         return {
-            "images_per_second": statistics.median(measured) if measured else None,
+            "images_per_second": rate,
             "seconds": seconds,
             "data_wait_fraction": self.waited / seconds,
         }

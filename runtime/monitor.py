@@ -207,9 +207,10 @@ class Monitor:
             "skipped": self.guard.skipped,
             "bad_images": len(self.bad_images.known),
         }
-        end |= self.meter.summary()
+        reads_only = self.run.config.run_mode == "io"
+        end |= self.meter.summary(reads_only)
         end |= devices.device_memory(self.session.device)
-        if self.losses and self.run.config.run_mode != "io":
+        if self.losses and not reads_only:
             end["loss"] = sum(self.losses) / len(self.losses)
             end |= self.baselines
             text = f"mean loss of the last {len(self.losses)} steps {end['loss']:.4f}"
@@ -230,8 +231,9 @@ class Monitor:
             end |= values
         log.write("end", **end)
         rate = end["images_per_second"] or 0.0  # None if no step was logged
+        kind = "mean" if reads_only else "median"
         log.say(
-            f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, median "
+            f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, {kind} "
             f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "
             f"log in {self.run.config.out}/log.jsonl"
         )

@@ -1,19 +1,25 @@
 """What a GPU will do, counted on a CPU: fake tensors on a cuda device, a profiler."""
 
 import math
+import os
 import types
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import join, on_ranks
 from small_model import batch, build, forward_backward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import mesh
 import plan
 import shard
 import vit
@@ -278,12 +284,26 @@ def test_the_plan_says_what_the_host_holds(capsys):
     assert "per rank for" not in capsys.readouterr().out
 
 
+def pretend_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let FSDP1 offload from a CPU to a CPU as it does from a GPU: what is pinned is a copy."""
+    prepare = FlatParamHandle.prepare_gradient_for_backward
+
+    def prepare_gradient(handle) -> None:
+        flat_param = handle.flat_param
+        left = flat_param.grad
+        if left is not None and left.shape == flat_param._local_shard.shape:  # an averaged one
+            flat_param.grad = None  # on a GPU it is on another device than this pass
+        prepare(handle)
+
+    patch.setattr(FlatParamHandle, "prepare_gradient_for_backward", prepare_gradient)
+    patch.setattr(Tensor, "pin_memory", Tensor.clone)
+    patch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
+    patch.setattr(shard, "_check_arguments", lambda *args: None)  # it refuses this on a CPU
+
+
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Let FSDP1 offload from a CPU to a CPU: what is pinned becomes a copy, as on a GPU."""
-    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
-    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
-    monkeypatch.setattr(shard, "_check_arguments", lambda *args: None)  # it refuses this on a CPU
+    pretend_gpu(monkeypatch)
 
 
 def train(model, optimizer, seeds) -> list[float]:
@@ -296,21 +316,21 @@ def train(model, optimizer, seeds) -> list[float]:
     return losses
 
 
-def compare_offloaded(grid, folder) -> None:
+def compare_offloaded(mode, grid, folder) -> None:
     """Hold FSDP1 with cpu_offload against DDP: new models, and ones that resume."""
     model = build("ddp", grid)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     expected = train(model, optimizer, range(3))
     checkpoint.save(folder / "ddp", 3, model, optimizer)
     expected += train(model, optimizer, range(3, 6))
-    model = build("full_shard", grid, fsdp=1, cpu_offload=True)
+    model = build(mode, grid, fsdp=1, cpu_offload=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, range(3))
     checkpoint.save(folder / "fsdp1", 3, model, optimizer)
     found += train(model, optimizer, range(3, 6))
     assert found == pytest.approx(expected, rel=1e-5), (found, expected)
     for saved in ("ddp", "fsdp1"):
-        again = build("full_shard", grid, seed=7, fsdp=1, cpu_offload=True)
+        again = build(mode, grid, seed=7, fsdp=1, cpu_offload=True)
         optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
         checkpoint.load(folder / saved / "step_00000003", again, optimizer)
         rest = train(again, optimizer, range(3, 6))
@@ -323,13 +343,32 @@ def compare_offloaded(grid, folder) -> None:
 
 
 def test_fsdp1_trains_and_resumes_what_it_offloads(single, pretended_gpu, tmp_path):
-    compare_offloaded(single, tmp_path)
+    compare_offloaded("full_shard", single, tmp_path)
+
+
+def compare_on_two_ranks() -> None:
+    """On every rank: the same data, so that the mean over ranks is the gradient of one."""
+    join()
+    pretend_gpu(pytest.MonkeyPatch())
+    for mode, shape in {"full_shard": (1, 2), "shard_grad_op": (1, 2), "no_shard": (2, 1)}.items():
+        grid = mesh.build_mesh(shape, torch.device("cpu"))
+        compare_offloaded(mode, grid, Path(os.environ["FOLDER"], mode))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_fsdp1_trains_and_resumes_what_it_offloads_on_two_ranks(tmp_path):
+    on_ranks(2, compare_on_two_ranks, tmp_path)
 
 
 def test_gradients_that_fsdp1_would_overwrite_when_it_offloads_are_refused(single, pretended_gpu):
     """PyTorch's manual: outside of no_sync() it "will use the newly-reduced gradient instead"."""
     model = build("full_shard", single, fsdp=1, cpu_offload=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    forward_backward(model)
+    with pytest.raises(RuntimeError, match="does not accumulate"):  # before any step
+        forward_backward(model)
+    optimizer.step()
     train(model, optimizer, range(2))
     forward_backward(model)
     with pytest.raises(RuntimeError, match="does not accumulate"):
@@ -341,3 +380,27 @@ def test_gradients_that_fsdp1_would_overwrite_when_it_offloads_are_refused(singl
         train(model, optimizer, range(2))
     problems = shard.invalid_options("full_shard", {"cpu_offload": True, "fsdp": 1, "accum": 2})
     assert "use fsdp 2" in " ".join(problems)
+
+
+def test_an_optimizer_that_steps_more_seldom_loses_nothing(single, pretended_gpu):
+    model = build("full_shard", single, fsdp=1, cpu_offload=True)
+    first, *others = model.parameters()
+    often = torch.optim.AdamW([first], lr=1e-2)
+    seldom = torch.optim.AdamW(others, lr=1e-2)
+    for _ in range(2):  # both after each backward pass
+        forward_backward(model)
+        often.step()
+        seldom.step()
+    forward_backward(model)
+    often.step()
+    often.zero_grad()
+    with pytest.raises(RuntimeError, match="does not accumulate"):
+        forward_backward(model)
+
+
+def test_two_calls_before_a_backward_pass_are_refused_when_fsdp1_offloads(single, pretended_gpu):
+    """On a GPU, each call moves the parameters to new tensors; those of the second lack a hook."""
+    model = build("full_shard", single, fsdp=1, cpu_offload=True)
+    model(*batch())  # a loss that is thrown away, such as one that is not finite
+    with pytest.raises(RuntimeError, match="with cpu_offload, before the next call"):
+        model(*batch())
