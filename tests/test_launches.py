@@ -31,11 +31,11 @@ def one_attempt(agent_port: int) -> tuple[float, str]:
     torch.set_num_threads(1)
     ranks = mesh.read_ranks(os.environ)
     mesh.init_ranks(ranks, CPU, timeout_minutes=0.5)
-    watch = watchdog.Watchdog(ranks.rank, ranks.world_size, seconds=2)
+    watch = watchdog.Watchdog(ranks.rank, ranks.world_size, seconds=4)
     watch.connect(os.environ)
     total = torch.ones(1)
     dist.all_reduce(total)
-    time.sleep(1)  # rank 0 would end the run by now
+    time.sleep(2)  # rank 0 would end the run by now
     if ranks.rank == 0:
         watch.store.set("watchdog/behind", "[1]")
     watch.ended.set()
