@@ -356,6 +356,7 @@ def compare_on_two_ranks() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_fsdp1_trains_and_resumes_what_it_offloads_on_two_ranks(tmp_path):
     on_ranks(2, compare_on_two_ranks, tmp_path)
