@@ -4,7 +4,7 @@
 # make test-all    the same with the whole matrices, and what takes minutes each
 # make quick   the tests of the files to read and of the layout, in a minute
 # make guide   run the commands of docs/guide.md, put what they print into it, draw its pictures
-# make bench-gpu     a GPU: checks, sizes against the plan, the peers; 20 minutes, out/bench-gpu
+# make bench-gpu     a GPU: checks, sizes against the plan, the peers; at most 20 minutes, out/bench-gpu
 # make test-slurm    install a Slurm by apt (needs root or sudo), then run the tests that use it
 # make sweep-gpu    studies on one GPU, a page each under examples/gpu/, to be committed
 # PYTHON=python3.12 make demo    choose the Python (3.10 or newer) of a new environment

@@ -171,7 +171,7 @@ def invalid_options(
         elif name in ("tp", "cpu_offload") and fp16:
             yield f"{flag} does not work with fp16: its scaler would miss overflows; use bf16"
         elif name == "cpu_offload" and fsdp1 and given.get("accum", 1) > 1:
-            yield f"{flag} with FSDP1 needs {flag_name('accum')} 1: or use {flag_name('fsdp')} 2"
+            yield f"{flag} with FSDP1 needs {flag_name('accum')} 1; or use {flag_name('fsdp')} 2"
         elif name == "find_unused_parameters" and strategy.engine == "fsdp":
             if fsdp1:
                 yield f"{flag} does not apply to FSDP1, which reduces whole units: leave it out"
@@ -400,9 +400,9 @@ def _fsdp(
         _pin_offloaded(units)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    # FSDP1 computes with a (gathered or cast) copy of a unit's parameters, or with them directly.
-    uses_copy = mesh["shard"].size() > 1 or options.param_dtype != torch.float32
-    uses_copy = uses_copy or options.cpu_offload
+    # FSDP1 computes with a copy of a unit's parameters (gathered, cast or moved), or with them.
+    low_precision = options.param_dtype != torch.float32
+    uses_copy = mesh["shard"].size() > 1 or low_precision or options.cpu_offload
     for unit in units:
         if options.fsdp == 1:
             _add_fsdp1_hooks(unit, uses_copy)
@@ -1329,8 +1329,11 @@ class _LoopChecks:
         if self.compares_values() or not self.averaged:
             self.compare_ranks()
         self.steps += 1
-        self.optimized.update(parameters)
-        self.applied.update(parameters)
+        if self.offloaded_by_fsdp1:
+            # an optimizer may have parameters of other models too
+            own = [p for p in parameters if getattr(p, "loop_checks", None) is self]
+            self.optimized.update(own)
+            self.applied.update(own)
         self.usage_checksum = 0
 
     def compares_values(self) -> bool:

@@ -141,7 +141,7 @@ def nvidia_constants(memory_bytes_per_second: float) -> dict[str, Any]:
     """Return the constants of an NVIDIA GPU: an H200's, scaled by the bandwidth of its memory.
 
     Fitted on one H200 (4.8 TB/s; torch 2.11, bf16, ddp, one rank): base, huge and 1b at batch 512
-    and 3b at 256 are within 4 %. --ac full takes up to 15 % less than planned. Where the host
+    and 3b at 256 are within 4 %. --ac full takes up to 13 % less than planned. Where the host
     launches kernels more slowly than the GPU runs them, a step takes longer: base at batch 32 took
     36 ms, planned 7. benchmarks/gpu.py measured the steps, and a copy of 1 GiB for the optimizer.
     """

@@ -383,7 +383,9 @@ def test_gradients_that_fsdp1_would_overwrite_when_it_offloads_are_refused(singl
     assert "use fsdp 2" in " ".join(problems)
 
 
-def test_an_optimizer_that_steps_more_seldom_loses_nothing(single, pretended_gpu):
+def test_a_second_pass_before_a_less_frequent_optimizer_has_stepped_is_refused(
+    single, pretended_gpu
+):
     model = build("full_shard", single, fsdp=1, cpu_offload=True)
     first, *others = model.parameters()
     often = torch.optim.AdamW([first], lr=1e-2)
