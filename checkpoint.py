@@ -510,7 +510,7 @@ class TrainingState:
         for p in _parameters_of(optimizer):
             if p not in self.names:
                 raise _Refused(
-                    f"{kind} holds a parameter {tuple(p.shape)} that the model does not have: "
+                    f"{kind} holds a parameter of shape {tuple(p.shape)} that the model lacks: "
                     "build the optimizer from model.parameters(), after sharding"
                 )
             if self.owners.setdefault(p, optimizer) is not optimizer:

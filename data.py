@@ -38,7 +38,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2",
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # as Pillow names them
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
-NO_MEASUREMENT = 1e30  # pixels of a larger magnitude stand for missing ones
+NO_MEASUREMENT = 1e30  # values of larger magnitude mark missing pixels
 NUMPY_START = b"\x93NUMPY"
 BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byte order
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
@@ -83,7 +83,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images below one folder, sorted by the bytes of their relative paths: an ImageSource."""
+    """An ImageSource: the images below one folder, sorted by the bytes of their relative paths."""
 
     root: str
     names: list[str]  # paths relative to root
@@ -203,8 +203,8 @@ def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
     class_folder = {folder: folder for folder in folders if folder}
-    # While several class folders all end in the same name, move each up one level, unless one of
-    # them would then be the root.
+    # While there are several class folders, and all have the same name, move each up one level,
+    # unless one of them would then be the root.
     while True:
         several = len(set(class_folder.values())) > 1
         same_name = len({os.path.basename(path) for path in class_folder.values()}) == 1
@@ -319,7 +319,8 @@ def draw_augmentation(
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
     """Draw a crop (top, left, height, width) like torchvision's RandomResizedCrop.
 
-    It covers 20% to 100% of the area; its aspect ratio (width : height) is from 3:4 to 4:3.
+    It covers 20% to 100% of the area, unless ten draws fail to fit (see below); its aspect ratio
+    (width : height) is from 3:4 to 4:3.
     """
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
@@ -359,7 +360,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be typed to yield Samples
+class Images(Dataset[Any]):  # not Dataset[Sample]: a DataLoader of it yields MicroBatches
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -383,7 +384,7 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: its DataLoader would be type
             try:
                 image, noise = self.load(position, index)
                 return Sample(image, noise, index, bad)
-            except Exception as error:  # Pillow raises many kinds for a broken file
+            except Exception as error:  # Pillow raises exceptions of many types
                 if not is_file_error(error):
                     raise
                 bad.append((index, describe_file_error(error)))
@@ -470,9 +471,9 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 
 # --- One image: from a file or array to pixels
 #
-# A *picture* is what 8-bit RGB can show: a photo, a JPEG, most PNGs. Any other raster (more bands,
-# more bits, several pages) must be an *array* (C, H, W): a .npy file, or the output of
-# `prepare.py pack`.
+# A *picture* is what 8-bit RGB can show: a photo, a JPEG, a PNG (16 bits are reduced to 8).
+# Any other raster (more bands, more bits, several pages) must be an *array* (C, H, W): a .npy file,
+# or the output of `prepare.py pack`.
 
 
 class NeedsPackingError(ValueError):
@@ -520,7 +521,7 @@ def open_image(
     """Open what `ImageSource.read` returned; return the image, not decoded, and (width, height).
 
     NaN in an array means nodata; if `stats` is given, NaN is replaced by the channel's mean.
-    ValueError, or an error of Pillow or numpy, if the image is damaged or too large, or if its
+    ValueError, or an error from Pillow or NumPy, if the image is damaged or too large, or if its
     channels or dtype differ from those of `stats`. NeedsPackingError if it must be packed first.
     """
     image: AnyImage
@@ -604,7 +605,7 @@ def check_transparent_colour(image: Image.Image, bit_depth: int) -> None:
         return
     black = colour in (0, (0, 0, 0))  # in grey or RGB
     if bit_depth in (2, 4, 16) and not black:
-        raise ValueError(f"PNG of {bit_depth} bits with a transparent colour: {TO_GEOTIFF}")
+        raise ValueError(f"{bit_depth}-bit PNG with a transparent colour: {TO_GEOTIFF}")
 
 
 def open_array(content: bytes) -> np.ndarray:
@@ -617,7 +618,7 @@ def open_array(content: bytes) -> np.ndarray:
         shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(file)
     count = math.prod(shape)
     if count * dtype.itemsize > LARGEST_IMAGE:
-        raise ValueError(f"an array of {shape} {dtype} is larger than 4 GiB")
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} is larger than 4 GiB")
     # frombuffer raises ValueError for an array of objects and for a file that is too short.
     start = file.tell()  # just past the header, which has been read
     values = np.frombuffer(content, dtype, count, start)
@@ -646,15 +647,18 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """Raise ValueError if any pixel of channels (H, W) is not a measurement, or if all are NaN."""
+    """Raise ValueError for infinite pixels, for nodata values other than NaN, and if all are NaN.
+
+    Each of the `channels` is (H, W).
+    """
     only_nodata = True
     for channel in channels:
         largest = np.fmax.reduce(np.abs(channel), axis=None)  # NaN only if all are NaN
         if np.isinf(largest):
-            raise ValueError("infinite pixels")
+            raise ValueError("some pixels are infinite")
         if largest > NO_MEASUREMENT:
             pixel = channel[np.abs(channel) == largest][0]  # with its sign
-            raise ValueError(f"pixels of {pixel:.8g}: {NODATA_ADVICE}")
+            raise ValueError(f"pixels with the value {pixel:.8g}: {NODATA_ADVICE}")
         if not np.isnan(largest):
             only_nodata = False
     if only_nodata:
@@ -663,7 +667,7 @@ def check_pixels(channels: Iterable[np.ndarray]) -> None:
 
 def describe_wrong_array(image: np.ndarray) -> str:
     """Say how an array differs from the (C, H, W) that training takes, and what to do."""
-    kind = f"an array {image.shape} of {image.dtype}"
+    kind = f"an array of shape {image.shape} and dtype {image.dtype}"
     if image.dtype.kind not in REAL_KINDS:
         return f"{kind} holds no real numbers: save it as one of {ARRAY_DTYPES}"
     if image.ndim not in (2, 3) or not image.size:
@@ -673,7 +677,7 @@ def describe_wrong_array(image: np.ndarray) -> str:
 
 
 def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
-    """Replace NaN in (C, H, W) float32 with its channel's mean; if there is any, return a copy."""
+    """Return a float32 array (C, H, W) with each NaN replaced by its channel's mean."""
     missing = np.isnan(image)
     if not missing.any():
         return image
@@ -682,7 +686,7 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 
 
 def check_picture(image: Image.Image) -> None:
-    """Raise NeedsPackingError if converting an opened file to 8-bit RGB would lose something.
+    """Raise NeedsPackingError if an opened TIFF or JPEG 2000 holds more than 8-bit RGB can.
 
     ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF without rotating it.
     """
@@ -702,7 +706,8 @@ def ignore_orientation(image: Any) -> None:
     """Keep Pillow from rotating a TIFF while decoding: GDAL and tifffile do not rotate it."""
     if image.fp is None:  # already decoded, by whoever opened the image
         return
-    # Pillow's load() rotates by the orientation that getexif() holds, from TIFF's tags or from XMP.
+    # Pillow's load() rotates the image according to the orientation in getexif(), which it has
+    # read from the tags or from XMP.
     image.getexif().pop(Tag.Orientation, None)
     # If the orientation is in the tags, Pillow has already swapped width and height.
     if Tag.Orientation in image.tag_v2:
@@ -745,7 +750,7 @@ def describe_tiff(image: Any) -> str | None:
 
 
 def is_overview_or_mask(tags: Any) -> bool:
-    """Tell whether a page of a TIFF, by its tags, is an overview or a mask of another page."""
+    """Tell whether the tags of a TIFF's page call it an overview or a mask of another page."""
     return bool(tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK)
 
 
@@ -760,7 +765,7 @@ ONE_LETTER_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
 
 def shows_bands(image: Any, bits: int) -> bool:
     """Tell whether Pillow correctly decodes a TIFF that stores its bands one after another."""
-    if image.mode in ("LA", "PA"):  # if it is compressed, Pillow leaves its alpha at 0
+    if image.mode in ("LA", "PA"):  # Pillow leaves alpha at 0 if such an image is compressed
         return False
     raw_modes = set()
     for decoder, _, _, arguments in image.tile:

@@ -72,8 +72,8 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
     RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or if this is the shell of a Slurm job with several tasks or nodes, where a single
-    process would surely be a mistake.
+    by node, or if a Slurm job with several tasks or nodes starts this process without srun: a
+    single process would surely be a mistake there.
     """
     # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchrun processes,
     # not the ranks.

@@ -164,8 +164,8 @@ def invalid_options(
             modes = [other for other, row in STRATEGIES.items() if has_option(row, name)]
             yield f"{flag} is for {flag_name('mode')} {', '.join(modes)}, not {mode}: leave it out"
         elif fsdp1_only and not fsdp1:
-            add = f"add {flag_name('fsdp')} 1, or leave it out"
-            yield f"{flag} {value} exists in FSDP1 only: {add}"
+            add = f"add {flag_name('fsdp')} 1, or leave {flag} out"
+            yield f"{flag} {value} is for FSDP1 only: {add}"
         elif name == "tp" and (fsdp1 or given.get("wrap") == "root"):
             yield f"{flag} needs {flag_name('fsdp')} 2 and {flag_name('wrap')} block"
         elif name in ("tp", "cpu_offload") and fp16:
@@ -184,7 +184,7 @@ def invalid_options(
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """Options of `apply` besides the mode, named like the flags of train_fsdp.py."""
+    """Options of `apply` besides the mode, mostly named like the flags of train_fsdp.py."""
 
     fsdp: Literal[1, 2] = 2  # FSDP1 or FSDP2, where the engine is fsdp
     wrap: Literal["block", "root"] = "block"  # FSDP: a unit is a block, or the whole model
@@ -221,7 +221,7 @@ def apply(
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
     - `uninitialized`: a model on meta gets no values here, because a checkpoint is loaded next;
-      `init_fn` then serves only the buffers that no checkpoint has.
+      `init_fn` is then used only for buffers that are in no checkpoint.
     - `split_block(block, mesh)`: splits a block over "tp", in place.
 
     A model that is not on meta gets rank 0's values. The wrappers, from the inside out:
@@ -334,7 +334,8 @@ def _keep_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
         # mm(left, right) or addmm(bias, left, right), where right is (in, out)
         left, right = args[-2:]
         keep = left.shape[-1] <= right.shape[-1]
-    else:  # bmm: attention without a fused kernel
+    else:
+        # bmm is attention without a fused kernel
         keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.bmm.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -400,7 +401,8 @@ def _fsdp(
         _pin_offloaded(units)
     if options.find_unused_parameters:
         sharded.set_reduce_scatter_unused_params(True)
-    # FSDP1 computes with a copy of a unit's parameters (gathered, cast or moved), or with them.
+    # FSDP1 computes with a copy of a unit's parameters (gathered, cast or moved), or else with the
+    # parameters themselves.
     low_precision = options.param_dtype != torch.float32
     uses_copy = mesh["shard"].size() > 1 or low_precision or options.cpu_offload
     for unit in units:
@@ -418,9 +420,9 @@ def _fsdp(
 def _pin_offloaded(units: list[Any]) -> None:
     """Move FSDP1's offloaded parameters to pinned memory, where they stay. Collective.
 
-    The first forward pass would do so too. But suppose that nothing is sharded and state_dict() is
-    called before that pass: the pinned copy would hold the values from the first such call, and a
-    checkpoint loaded after that call would be lost.
+    The first forward pass would do so too. But if nothing is sharded, calling
+    state_dict() before that pass would create the pinned copy too early: values loaded from a
+    checkpoint afterwards would not reach the copy, and training would start from the old ones.
     """
     for unit in reversed(units):  # FSDP1 needs the root first
         with FSDP1.summon_full_params(unit, recurse=False, writeback=False):
@@ -545,7 +547,7 @@ def _fsdp2_wrapper(
 
 
 def _clear_autocast_cache(unit: nn.Module, args: Any) -> None:
-    """Clear autocast's cache: a context around several calls would keep casts of freed tensors."""
+    """Clear autocast's cache, which may hold converted copies of tensors that have been freed."""
     torch.clear_autocast_cache()
 
 
@@ -611,9 +613,9 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP also all-reduces
-    over replicas after every micro-batch, which is always right. With `uses_all=True`, FSDP2 and
-    no_shard of FSDP1 do this only after the last one, as DDP always does. You thereby promise that
-    every micro-batch gives every trained parameter a gradient, on every rank. If you break the
+    over replicas after every micro-batch, which is always right. If `uses_all=True`, both FSDP2 and
+    FSDP1 in mode no_shard do this only after the last one, as DDP always does. You thereby promise
+    that every micro-batch gives every trained parameter a gradient, on every rank. If you break the
     promise, and a unit gets no gradient in the last micro-batch, FSDP2 never all-reduces the unit's
     earlier gradients.
     """
@@ -682,7 +684,7 @@ def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     if hasattr(model, "loop_checks"):
         own: Any = model.loop_checks
         return {own}
-    # parameters refer to a sharded model around this one
+    # parameters carry the checks of a sharded model that contains this one
     holders: list[Any] = [*model.modules(), *model.parameters()]
     found: set[_LoopChecks] = set()
     for holder in holders:
@@ -709,7 +711,7 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
-    # DDP puts "module." in front; a "module" further along belongs to the model's own name
+    # DDP puts "module." in front; a "module" further along is part of the original name
     parts = name.removeprefix("module.").split(".")
     return ".".join(part for part in parts if part not in WRAPPERS)
 
@@ -745,7 +747,7 @@ def build_optimizer(
 
     Under FSDP1 and zero1, an optimizer of your own must be elementwise, like AdamW: FSDP1 gives it
     parts of tensors, and zero1 gives it whole tensors, but not all of them. In other modes it need
-    not be.
+    not be elementwise.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -951,12 +953,12 @@ def _check_units(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     for name, p in pairs:
         first = unit_of.setdefault(p, name)
         if first != name:
-            where = f"a parameter {tuple(p.shape)} is in two units, {first} and {name}"
+            where = f"a parameter of shape {tuple(p.shape)} is in two units, {first} and {name}"
             raise ValueError(f"{where}: use other block_classes, wrap root, or mode ddp")
 
 
 def find_blocks(model: nn.Module, classes: Collection[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Find the outermost modules of these classes, by name; ValueError if there are none."""
+    """Return {name: module} of the outermost modules of these classes; ValueError if none match."""
     if isinstance(classes, type | str) or not all(isinstance(c, type) for c in classes):
         raise ValueError(f"block_classes must be a set of classes like {{Block}}, not {classes!r}")
     wanted = tuple(classes)
@@ -1063,20 +1065,21 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 # --- Checks of a running loop: RuntimeError for mistakes that would go unnoticed under sharding
 #
 # 1. Before each call and each step, every parameter is checked: it must not have been replaced, or
-#    changed in a way that the engine ignores; it must not have a hook that is never called; and it
-#    must not have been frozen or unfrozen after sharding. FSDP1 with cpu_offload: no gradients may
-#    be left that a backward pass would overwrite.
+#    changed in a way that the engine ignores; it must not have a hook that is never called; and,
+#    under DDP, it must not have been unfrozen after sharding, or frozen (unless parameters may be
+#    unused). FSDP1 with cpu_offload: no gradients may be left that a backward pass would overwrite.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
 #    nor returned an object in which FSDP2 finds no tensor.
-# 3. When a tensor gets a gradient: the model must have been called since the tensor's previous one.
+# 3. When a tensor gets a gradient: the model must have been called since the last one.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps, and in every thousandth: all ranks must have used the same parameters, and
-#    replicas must be equal. An optimizer of other parameters must have the same gradients on all
-#    ranks (first three steps).
+#    replicas must be equal. If an optimizer's parameters are in no sharded model, their gradients
+#    must be the same on all ranks (first three steps).
 # Values are compared only rarely, because reading them makes the CPU wait for the GPU.
-# In a simulation (backend "fake") tensors have no values: only the first half of check 2 is made.
+# In a simulation of FSDP (backend "fake") tensors have no values, so checks 1 and 3, and the second
+# half of check 2, are left out.
 #
-# Attributes that the checks put on objects of PyTorch:
+# Attributes that the checks set on PyTorch objects:
 #   loop_checks           on a sharded model and its parameters: their _LoopChecks
 #   replaced_by_sharding  on a parameter in whose place FSDP has put another
 #   gathered_by_fsdp      on a gathered parameter that FSDP2 left in a module after a forward pass
@@ -1116,7 +1119,7 @@ LOST_AVERAGE = (
 OTHER_DTYPE = "is no longer fp32, which DDP needs: use shard.autocast for lower precision"
 UNFROZEN = (
     "was unfrozen after shard.apply, and DDP does not average its gradient: freeze it only after "
-    "shard.apply, or use mode no_shard"
+    "shard.apply, with find_unused_parameters=True, or use mode no_shard"
 )
 FROZEN = (
     "was frozen after shard.apply, and DDP waits for its gradient: use find_unused_parameters=True"
@@ -1147,8 +1150,8 @@ class _LoopChecks:
         self.fsdp2 = isinstance(model, FSDPModule)
         self.offloaded_by_fsdp1 = self.fsdp1 and model.cpu_offload.offload_params
         self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
-        # If FSDP1 casts or moves parameters, each call computes with new tensors. It registers its
-        # hook on those of the first call only, so the gradients of a second would be lost.
+        # If FSDP1 casts or moves parameters, each call computes with new tensors. FSDP1 registers
+        # its hook only on those of the first call, so the gradients of a second would be lost.
         self.needs_backward_after_call = self.offloaded_by_fsdp1 or (
             self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         )
@@ -1168,10 +1171,9 @@ class _LoopChecks:
         self.calls = 0  # forward passes of the model with gradients enabled
         self.last_call: dict[Tensor, int] = {}  # tensor -> the call its last gradient came from
         self.averaged = True  # whether the last gradients were averaged over ranks
-        # FSDP1 with cpu_offload: parameters of the optimizers that have taken a step, and those of
-        # them whose last averaged gradient has been applied
-        self.optimized: set[nn.Parameter] = set()
-        self.applied: set[nn.Parameter] = set()
+        # For FSDP1 with cpu_offload:
+        self.optimized: set[nn.Parameter] = set()  # of every optimizer that has taken a step
+        self.applied: set[nn.Parameter] = set()  # whose last averaged gradient has been applied
         self.usage_checksum = 0  # tells which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
@@ -1282,7 +1284,7 @@ class _LoopChecks:
             self.check_all_used()
 
     def check_all_used(self) -> None:
-        """Raise RuntimeError if the last backward pass has left out a parameter of DDP."""
+        """Raise RuntimeError if the last backward pass left out a parameter that DDP averages."""
         newest = max(self.last_call.values(), default=0)
         for p in self.trained:
             if p.requires_grad and self.last_call.get(p, 0) != newest:
@@ -1300,7 +1302,10 @@ class _LoopChecks:
             )
 
     def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Check the model before a step of these parameters; compare the ranks in some steps."""
+        """Check the model before an optimizer step, and in some steps compare the ranks.
+
+        `parameters` are those of the optimizer.
+        """
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
@@ -1347,7 +1352,7 @@ class _LoopChecks:
 
     def check_parameters(self) -> None:
         """Raise RuntimeError for the first parameter that breaks one of the rules below."""
-        # the first that is broken is reported: the more specific ones come first
+        # only the first broken rule is reported, so the more specific rules come first
         rules = [(self.was_not_put_back, NOT_PUT_BACK), (self.was_replaced, REPLACED)]
         if self.fsdp:
             rules += [
@@ -1421,7 +1426,7 @@ class _LoopChecks:
         # DDP's hook is on the node that adds up the gradients; a change of dtype makes a new node.
         if p not in self.nodes or not p.requires_grad:
             return False
-        # Looked up only if p has new memory, as after any change of dtype.
+        # The node is looked up only if p has new memory, as it does after any change of dtype.
         already_checked = _same_memory(self.checked_tensor.get(name), p)
         if already_checked:
             return False
@@ -1482,7 +1487,7 @@ class _LoopChecks:
         optimized = self.optimized or self.trained
         for p in optimized:
             if p.grad is None:
-                # Recorded before an evaluation too: FSDP1 brings back old gradients during one.
+                # Note this before an evaluation too, during which FSDP1 restores old gradients.
                 self.applied.add(p)
         if self.averaged and torch.is_grad_enabled() and not optimized <= self.applied:
             raise RuntimeError(
@@ -1557,7 +1562,7 @@ def _refuse_assign(module: Any, state: Any, prefix: str, metadata: Any, *args: A
 
 
 def _refuse_other_names(module: Any, state: Any, prefix: str, *args: Any) -> None:
-    """Raise RuntimeError for weights of which DDP would load none (silently if not strict)."""
+    """Raise RuntimeError if DDP would load no weights; with strict=False it would not say so."""
     if state and not any(name.startswith(f"{prefix}module.") for name in state):
         raise RuntimeError(
             "the names of the loaded weights do not begin with `module.`, unlike DDP's: load them "
@@ -1706,7 +1711,7 @@ def _items(container: Any) -> list[Any]:
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError for an optimizer that would train nothing, or let the ranks diverge."""
     if hasattr(optimizer, "checked_by_another"):
-        return  # zero1's inner optimizer, for this rank's part, or one of a trial
+        return  # zero1's inner optimizer, which updates this rank's part, or a copy for a trial
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.optim.checked_by_another = True
         _check_buckets(optimizer)
@@ -1738,8 +1743,9 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     """
     if len(loose) < count:
         raise RuntimeError(
-            f"a parameter {tuple(loose[0].shape)} is in no model that shard.apply returned, and "
-            "each rank would train its own copy: put it into the model before shard.apply"
+            f"a parameter of shape {tuple(loose[0].shape)} is in no model that shard.apply "
+            "returned, and each rank would train its own copy: put it into the model before "
+            "shard.apply"
         )
     if hasattr(optimizer, "of_one_rank"):
         return
@@ -1846,7 +1852,7 @@ def _change_in_trial(
     angles = [index.to(device, torch.float64) for index in indices]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-    if "initial_lr" in settings:  # peak of a schedule, which may begin at 0 and change nothing
+    if "initial_lr" in settings:  # a schedule's peak; its first rate may be 0
         settings["lr"] = settings["initial_lr"]
     if "lr" in settings and settings["lr"] == 0:
         settings["lr"] = 0.01
@@ -1890,8 +1896,8 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
         for p in group["params"]:
             if known and p.requires_grad and _memory_of(p) not in known:
                 raise RuntimeError(
-                    f"a parameter {tuple(p.shape)} has new memory, which zero1 does not send: "
-                    "write into it with copy_() or mul_(), and do not assign to .data"
+                    f"a parameter of shape {tuple(p.shape)} has new memory, which zero1 does not "
+                    "send: write into it with copy_() or mul_(), and do not assign to .data"
                 )
 
 
@@ -1991,7 +1997,7 @@ def _tensors_for_fsdp2(output: Any) -> list[Tensor]:
 def _has_hook(p: Any, post_accumulate: bool) -> bool:
     """Tell whether a parameter has a hook on its gradient.
 
-    `post_accumulate` counts those of register_post_accumulate_grad_hook too.
+    With `post_accumulate`, hooks from register_post_accumulate_grad_hook count too.
     """
     if post_accumulate and p._post_accumulate_grad_hooks:
         return True
@@ -2016,7 +2022,7 @@ def _averages(model: Any) -> bool:
 
 
 def _buckets_of(optimizer: Any) -> list[Tensor]:
-    """List the buckets that ZeRO-1 sends from, if built with parameters_as_bucket_view."""
+    """List the buckets that ZeRO-1 sends from; none without parameters_as_bucket_view."""
     if optimizer._get_is_trainable_mask() != optimizer._is_trainable_mask:
         return []  # the next step makes new buckets
     return [bucket for of_device in optimizer._buckets for bucket in of_device]

@@ -110,12 +110,12 @@ def train_step(
     lr: float,
     requests: StepRequests = NO_REQUESTS,
 ) -> None:
-    """Take one optimizer step, unless some rank finds a bad value in it. Collective.
+    """Take one optimizer step, unless some rank has a bad value or no batch. Collective.
 
     `guard` makes all ranks decide alike, with one all-reduce, whether to apply the step. The same
-    all-reduce tells them the `requests` of this rank, such as to stop or to save. With AdamW
-    nothing here waits for a GPU, so the host can run ahead of it, except in the first three steps,
-    which shard.py checks.
+    all-reduce tells them this rank's `requests`, for example to stop or to save. With AdamW nothing
+    here waits for a GPU, so the host can run ahead of it, except in the few steps in which shard.py
+    compares the ranks.
     """
     optimizer = training.optimizer
     scaler = training.scaler
@@ -224,9 +224,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. By now every
-        # rank has read the results of all `done` steps: before a scheduled save it waited for them
-        # above, and finished_steps also waits once a result asks to save or to end the run.
+        # save: on schedule, when some rank's clock says so, or before the run ends. The results of
+        # all `done` steps have been read by then: finished_steps waits for them if a save is
+        # scheduled, and also if a result that it reads asks for a save or for the run's end.
         too_many_bad = monitor.bad_images.too_many is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending
@@ -235,8 +235,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             with monitor.meter.paused():
                 problem = checkpoints.save(done, wait=ending)
             guard.save = False
-            # Set if the last save of the run failed, or too many in a row: CheckpointSchedule.save.
-            if problem:
+            if problem:  # the run's last save has failed, or too many saves in a row have
                 return "save_failed", problem
         # stop: after too many bad images, or a signal to any rank, which travels this way:
         # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This

@@ -363,7 +363,8 @@ class ViTMAE(nn.Module):
         """Encode images without removing patches: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
 
         Images must be normalised and floating-point; ValueError if they do not fit the model. Like
-        every method except `forward`, this one needs a model that is not sharded.
+        `encode` and `decode`, this needs a model that is not sharded: only `forward` works on a
+        sharded one.
         """
         patches = self.image_patches(images)  # (B, L, P*P*C)
         b, length, _ = patches.shape
@@ -419,8 +420,8 @@ def initial_value(
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
     (D, C*P*P), qkv as one matrix). Biases are zero, except the patch embedding's, which has
     PyTorch's default. LayerNorm weights are 1, LayerNorm biases 0. The cls and mask tokens are
-    drawn from a normal distribution with standard deviation 0.02. KeyError for an unknown name. A
-    GPU and a CPU draw different numbers.
+    drawn from a normal distribution with standard deviation 0.02. A GPU and a CPU draw different
+    numbers. KeyError if the last part of the name is unknown.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):

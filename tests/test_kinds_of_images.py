@@ -419,7 +419,7 @@ def test_the_transparent_colour_of_a_png_is_black_or_refused(bits, nodata, tmp_p
     content = path.read_bytes()
     assert content[24] == bits and b"tRNS" in content
     if bits != 8 and nodata:
-        with pytest.raises(ValueError, match=f"PNG of {bits} bits with a transparent colour"):
+        with pytest.raises(ValueError, match=f"{bits}-bit PNG with a transparent colour"):
             read_packed(content)
     else:
         found = as_rgb(read_packed(content))[:1]
@@ -447,7 +447,7 @@ def test_16_bit_colours_of_png_are_named(tmp_path, capsys):
         assert "(16-bit RGB pictures)" in said and "divides their values" in said
     header, rest = path.read_bytes().split(b"IDAT", 1)
     transparent = chunk(b"tRNS", struct.pack(">HHH", *pixels[:, 0, 0]))
-    with pytest.raises(ValueError, match="PNG of 16 bits with a transparent colour"):
+    with pytest.raises(ValueError, match="16-bit PNG with a transparent colour"):
         read_packed(header[:-4] + transparent + header[-4:] + b"IDAT" + rest)
 
 
@@ -520,7 +520,7 @@ def test_arrays_of_other_shapes():
         (np.full((1, 8, 8), 2**24 + 1), "which float32 would round"),
         (np.full((1, 8, 8), np.inf), "infinite"),
         (np.full((1, 8, 8), 1e300), r"1e\+300: .* --nodata"),
-        (np.full((1, 8, 8), -3.4028235e38, "f4"), r"pixels of -3\.4028235e\+38: .* --nodata"),
+        (np.full((1, 8, 8), -3.4028235e38, "f4"), r"the value -3\.4028235e\+38: .* --nodata"),
         (np.full((1, 8, 8), -9999.0), "nodata"),
         (np.zeros((2, 3, 8, 8)), "not one image"),
         (np.zeros(8), "not one image"),
@@ -841,7 +841,7 @@ def test_a_number_for_missing_pixels_is_given_as_the_sentence_says(tmp_path, cap
     np.save(root / "1.npy", pixels)
     assert run_prepare("pack", root, tmp_path / "pack") == 2
     said = capsys.readouterr().out
-    number, advice = re.search("pixels of (.*): .* `prepare.py pack (.*)`", said).groups()
+    number, advice = re.search("the value (.*): .* `prepare.py pack (.*)`", said).groups()
     assert run_prepare("pack", root, tmp_path / "pack", advice.replace("NUMBER", number)) == 0
     packed = image_list.list_images(str(tmp_path / "pack")).read(0)
     pixels[:, :8] = np.nan

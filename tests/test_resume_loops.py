@@ -742,7 +742,7 @@ class CountsSteps(torch.optim.SGD):
 
 REFUSED: list[tuple[Callable, str]] = [
     (lambda m: CountsSteps(m.parameters(), 0.1), "state_dict of CountsSteps has count too"),
-    (of_another_model, r"parameter \(6, 6\) that the model does not have: build .* sharding"),
+    (of_another_model, r"parameter of shape \(6, 6\) that the model lacks: build .* sharding"),
     (lambda m: [with_state(m), with_state(m)], "0.weight is in two optimizers"),
     (lambda m: Outer(m.parameters()), "Outer keeps its states in .base: give that optimizer"),
     (lambda m: with_state(m, history=[1.0]), "the state history of 0.weight is list, but only t"),
