@@ -152,10 +152,11 @@ def test_messages_are_those_of_the_code():
 # --- the commands of pages, in a fresh clone (test_guide.py: the first hour and the guide)
 
 
-# Needs a cluster, the network, or images of other channels; tests/test_sweep.py runs the sweeps.
+# Needs a cluster, the network, or images of other channels; tests/test_sweep.py runs the sweeps,
+# test_plans_are_what_is_printed the plans of which one line is shown.
 ELSEWHERE = re.compile(
     r"\b(sbatch|conda|pip|module|apptainer|tail|tensorboard|make|source)\b"
-    r"|--rdzv|sweep\.py|--channels|--stack"
+    r"|--rdzv|sweep\.py|--channels|--stack|plan\.py .* sed -n 2p"
 )
 STAND_INS = {
     "Million-AID/train": "out/tiles",

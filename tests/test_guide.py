@@ -72,7 +72,14 @@ def check_section(section: str, run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SECTIONS.keys() - {OF_THE_DEMO})
 def test_a_section_prints_what_it_shows(number, tmp_path):
-    run = partial(rebuild.execute, "bash", folder=tmp_path, env=clone(tmp_path))
+    env = clone(tmp_path)
+
+    def run(content: str) -> str:
+        planned = run_plans(content)  # in this process: importing torch takes long
+        if planned is not None:
+            return planned
+        return rebuild.execute("bash", content, tmp_path, env)
+
     check_section(SECTIONS[number], run)
 
 

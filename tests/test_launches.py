@@ -101,10 +101,9 @@ def torchrun(folder: Path, *flags: str) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("nodes", "trouble"),
     [
-        (1, ["hang.1.5"]),
         (1, ["crash.1.3", "hang.0.6", "crash.0.9"]),
         (2, ["crash.0.5"]),
-        (2, ["crash.1.3", "hang.0.6", "hang.1.9"]),
+        (2, ["crash.1.3", "hang.0.6"]),
     ],
 )
 def test_a_run_that_torchrun_restarts_is_one_run(nodes, trouble, tmp_path):

@@ -1486,6 +1486,5 @@ def test_ordinary_loops_train_as_in_one_process(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_loop_in_every_mode(tmp_path, world):
-    check_loops(world, ROWS, tmp_path)
+def test_every_loop_in_every_mode(tmp_path):
+    check_loops(4, ROWS, tmp_path)
