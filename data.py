@@ -155,7 +155,7 @@ def walk_files(root: str) -> Iterator[str]:
         info = os.stat(path)
         key = (info.st_ino, info.st_dev)
         if key in listed:
-            subfolders.clear()
+            subfolders.clear()  # os.walk enters only what this list still holds
             continue
         listed.add(key)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -332,7 +332,7 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
             top = int(torch.randint(height - h + 1, (), generator=generator))
             left = int(torch.randint(width - w + 1, (), generator=generator))
             return top, left, h, w
-    # If none of the ten crops fits, take the largest centred crop that does.
+    # If none of the ten fits, take the largest centred crop with an allowed aspect ratio.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -741,9 +741,9 @@ def describe_tiff(image: Any) -> str | None:
         return "sparse TIFF (it omits empty tiles)"
     # sizes of the later pages, except overviews and masks
     sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
-    same_size = sizes.count(size_in_tags(tags))
-    if same_size:
-        return f"TIFF with {1 + same_size} pages of the same size"
+    pages_of_same_size = sizes.count(size_in_tags(tags))
+    if pages_of_same_size > 0:
+        return f"TIFF with {1 + pages_of_same_size} pages of the same size"
     if sizes and is_overview_or_mask(tags):
         return "TIFF whose first page is a thumbnail"
     return None
@@ -759,8 +759,8 @@ def size_in_tags(tags: Any) -> tuple[int | None, int | None]:
     return tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)
 
 
-# Pillow's one-letter raw modes, in which it reads the bytes of one band as they are stored.
-ONE_LETTER_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
+# Pillow's raw modes of one letter: the bytes of one band, as they are stored
+ONE_BAND_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
 
 
 def shows_bands(image: Any, bits: int) -> bool:
@@ -778,7 +778,8 @@ def shows_bands(image: Any, bits: int) -> bool:
     inverted = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0  # 0 is white
     reversed_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
     plain = bits == 8 and not inverted and not reversed_bits
-    return plain and raw_modes <= ONE_LETTER_MODES
+    one_band_each = raw_modes <= ONE_BAND_MODES
+    return plain and one_band_each
 
 
 def other_pages(image: Any) -> Iterator[Any]:
@@ -846,7 +847,7 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
             f"JPEG 2000 that Pillow cannot decode: unless it is damaged, {TO_GEOTIFF}"
         ) from None
     if image.mode.startswith("I;16"):
-        grey = np.asarray(image) // 257  # `convert` would clip at 255
+        grey = np.asarray(image) // 257  # from 65535 to 255; `convert` would clip at 255
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError("32-bit image with an unknown range of values")

@@ -185,13 +185,13 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
+    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node. If
+    # several ranks see the one GPU of their node, all take it, and NCCL refuses that.
     if 1 < count < ranks.local_world_size:
         raise ValueError(
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: "
             f"start {count} ranks per node, or use --device cpu"
         )
-    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node. If
-    # several ranks see the one GPU of their node, all take it, and NCCL refuses that.
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
 
@@ -242,18 +242,18 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
     torchrun's store.
     """
     address = ranks.rendezvous["MASTER_ADDR"]
-    shared = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
+    torchrun_store = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
     deadline = time.monotonic() + timeout.total_seconds()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     if ranks.rank == 0:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        shared.set("port of rank 0", str(port))
+        torchrun_store.set("port of rank 0", str(port))
         os.environ["MASTER_PORT"] = str(port)
         return
     while time.monotonic() < deadline:
-        port = int(shared.get("port of rank 0"))
+        port = int(torchrun_store.get("port of rank 0"))
         try:
             socket.create_connection((address, port), timeout=5).close()
         except OSError:
@@ -270,10 +270,12 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
 def quiet_gloo() -> Iterator[None]:
     """Hide the line that gloo prints on stdout for every new group in torch 2.10."""
     fixed_in_torch = torch.__version__ >= "2.11"  # comparing strings is right for 2.10 and above
-    # NCCL_DEBUG makes NCCL print on stdout too, and those lines are wanted.
+    # NCCL_DEBUG makes NCCL print on stdout too, and those lines are wanted. A process that was
+    # started without a stdout has None.
     if fixed_in_torch or "NCCL_DEBUG" in os.environ or not sys.stdout:
         yield
         return
+    # gloo, in C++, writes to file descriptor 1, whatever sys.stdout is
     stdout = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

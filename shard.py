@@ -6,6 +6,10 @@ The engines are DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two
 examples/own_model.py is a whole training loop that uses it.
 Copy this one file: it needs only torch.
 
+Three collective operations appear throughout. An all-reduce averages gradients over the ranks. An
+all-gather gives each rank the shards of all ranks. A reduce-scatter averages gradients, and gives
+each rank its shard of the result.
+
 A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
 the blocks. "Full" values and shapes are those of an unsharded tensor. In docstrings, "Collective"
 means that every rank must call the function: a rank that has called it waits for the others.
@@ -297,22 +301,25 @@ def _checkpoint_and_compile(
     """Wrap the blocks for activation checkpointing, and compile them."""
     settings: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
     if options.ac == "selective":
-        # only here: Dynamo treats checkpointing with any context_fn as selective
+        # For each operation, _keep_matmuls tells whether its result is saved. Set only here: Dynamo
+        # treats checkpointing with any context_fn as selective.
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
         for block in blocks.values():
             wrapper = checkpoint_wrapper(block, **settings)
             _replace(model, {block: wrapper})
+            # a recomputed forward pass would change these a second time
             _refuse_changes_in_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
-            state = partial(_python_state, block)
-            _refuse_changes_in_forward(wrapper, state, CHANGED_STATE, fingerprint=hash)
+            list_state = partial(_numbers_and_random_states, block)
+            _refuse_changes_in_forward(wrapper, list_state, CHANGED_STATE, fingerprint=hash)
     if options.compile:
         # By default Dynamo splits each block's graph where DDP's buckets end, so that all-reduces
         # start within a block. One graph is faster, and the all-reduces still start between blocks.
         torch._dynamo.config.optimize_ddp = False
         for name in blocks:
             # Not dynamic: one graph for blocks of any shape would be slower than one per shape.
-            model.get_submodule(name).compile(dynamic=False)
+            block = model.get_submodule(name)  # or the checkpoint_wrapper around it
+            block.compile(dynamic=False)
 
 
 def _replace(model: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> None:
@@ -348,7 +355,7 @@ def _ddp(model: nn.Module, mesh: DeviceMesh, options: ShardingOptions) -> nn.Mod
     if mesh.size() == 1:
         return model  # a single rank averages nothing: DDP would only add its buckets
     if not any(p.requires_grad for p in model.parameters()):
-        _LoopChecks(model, [], mesh, unused_allowed=True).register()
+        _LoopChecks(model, units=[], mesh=mesh, unused_allowed=True).register()
         return model  # a frozen model, such as a teacher, which DDP would refuse
     group = mesh.get_group("replicate")
     sharded = DDP(
@@ -435,11 +442,14 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     The order in a call: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, and
     `_reshard_without_backward` runs.
     """
-    # Without a copy, a write into a parameter survives, but a new `.data` does not.
+    # A copy is compared by its values. Without one, a write into a parameter survives, but a new
+    # `.data` does not, so only the memory is compared.
     fingerprint = _fingerprint if uses_copy else _memory_of
-    tensors = partial(_gathered_by_fsdp1, unit)
-    _refuse_changes_in_forward(unit._fsdp_wrapped_module, tensors, CHANGED_PARAMETER, fingerprint)
-    _refuse_writes_to_arguments(unit._fsdp_wrapped_module)
+    list_tensors = partial(_gathered_by_fsdp1, unit)
+    module = unit._fsdp_wrapped_module
+    _refuse_changes_in_forward(module, list_tensors, CHANGED_PARAMETER, fingerprint)
+    _refuse_writes_to_arguments(module)
+    # all hooks are functions that torch.compile leaves alone
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
@@ -517,7 +527,9 @@ def _fsdp1_wrapper(
         forward_prefetch=options.forward_prefetch,
         limit_all_gathers=options.limit_all_gathers,
         cpu_offload=fsdp.CPUOffload(offload_params=options.cpu_offload),
-        use_orig_params=True,  # weight decay differs between parameters of a unit
+        # Show the optimizer the original parameters, as views of the flat one: weight decay differs
+        # between parameters of a unit.
+        use_orig_params=True,
         device_id=_device(mesh),  # without it FSDP1 looks for a GPU, even in a CPU run
     )
 
@@ -588,6 +600,7 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     output = tree_map_only(Tensor, copy_if_freed, output)
     if fsdp2:
         module.reshard()
+    # FSDP1's `_handle` manages a unit's flat parameter; None if the unit has no parameters.
     elif module._handle is not None and module._handle.uses_sharded_strategy:
         # FSDP1 has no public name for it
         reshard_fsdp1(module, module._handle, free_unsharded_flat_param=True)
@@ -665,6 +678,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
         )
     if isinstance(model, FSDP1):
         return model.clip_grad_norm_(max_norm)  # sums over the shard group
+    # FSDP1 inside the given module, or around it
     if _contains(model, FSDP1) or any(each.flattened for each in checks):
         raise ValueError("FSDP1: give clip_grad_norm the model that shard.apply returned")
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
@@ -999,8 +1013,8 @@ class _InitialValues:
         self.init_fn = init_fn
         self.uninitialized = uninitialized
         on_meta = any(_on_meta(tensor) for tensor in self.name_of)
-        has_values_for_meta = uninitialized or init_fn is not None
-        if on_meta != has_values_for_meta:
+        expects_meta = uninitialized or init_fn is not None
+        if on_meta != expects_meta:
             raise ValueError(
                 "a model on meta, and only such a model, needs `init_fn` or `uninitialized`"
             )
@@ -1033,6 +1047,7 @@ class _InitialValues:
                     continue
                 if tensor not in made:
                     new = torch.empty_like(tensor, device=self.device)
+                    # a checkpoint that is loaded next has all but the non-persistent buffers
                     if not self.uninitialized or leaf in module._non_persistent_buffers_set:
                         new.copy_(self.value(tensor))
                     if isinstance(tensor, nn.Parameter):
@@ -1135,7 +1150,7 @@ class _HeldParameter(NamedTuple):
     parameter: Any
 
 
-# (a rule, the sentence for a parameter that breaks it)
+# (function of (name, p, now) that tells whether a parameter breaks the rule, the sentence if so)
 Rule = tuple[Callable[[str, Any, Any], bool], str]
 
 
@@ -1198,11 +1213,11 @@ class _LoopChecks:
         # this hook must run before FSDP's own
         model.register_forward_pre_hook(torch.compiler.disable(self.before_call), prepend=True)
         if self.fsdp:
-            model.__deepcopy__ = _refuse_copy
+            model.__deepcopy__ = _refuse_copy  # copy.deepcopy looks for it on the object
             model.register_forward_hook(torch.compiler.disable(self.after_call))
         if isinstance(model, DDP):
             self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
-        for tensor in _averaged_in_hooks(model, self.units):
+        for tensor in _tensors_averaged_in_hooks(model, self.units):
             tensor.register_post_accumulate_grad_hook(self.after_gradient)
         for module in model.modules():
             if isinstance(module, DDP | FSDP1 | CheckpointWrapper):
@@ -1265,7 +1280,7 @@ class _LoopChecks:
         The new gradient would not be averaged over ranks.
         """
         self.averaged = _averages(self.model)
-        self.applied.clear()
+        self.applied.clear()  # there are new gradients, which no step has applied yet
         if self.averaged and self.last_call.get(tensor, 0) == self.calls:
             raise RuntimeError(
                 f"{type(self.model).__name__} averages the gradients of only one backward() per "
@@ -1276,11 +1291,11 @@ class _LoopChecks:
 
     def all_averaged(self) -> bool:
         """Tell whether all gradients are averaged over ranks."""
-        return self.averaged and not any(_holds_gradients(unit) for unit in self.units)
+        return self.averaged and not any(_holds_unaveraged_gradients(unit) for unit in self.units)
 
     def check_averaged(self) -> None:
         """Raise RuntimeError if FSDP2 or DDP has not averaged a gradient of the last pass."""
-        if any(_holds_gradients(unit) for unit in self.units):
+        if any(_holds_unaveraged_gradients(unit) for unit in self.units):
             raise RuntimeError(
                 "FSDP2 has not averaged all gradients over ranks: end a step with accumulation("
                 "model, last=True), return tensors from the model, not objects that hide them, and "
@@ -1315,7 +1330,8 @@ class _LoopChecks:
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
-            return  # other units still need what they gathered
+            # the checks below end with reshard(), but other units still need what they gathered
+            return
         self.check_interrupted()
         self.check_backward()
         self.note_trains()
@@ -1387,8 +1403,10 @@ class _LoopChecks:
         called_since_step = bool(self.after_forward)  # before_step empties it
         if called_since_step:
             rules.append((self.was_changed_in_vain, EDITED_IN_VAIN))
+        # FSDP1 makes `p` itself a view of what it gathered, which always has other memory. FSDP2
+        # puts another tensor in the place of `p`.
         may_be_gathered = self.fsdp1 and called_since_step
-        if not may_be_gathered:  # gathered tensors always have other memory
+        if not may_be_gathered:
             rules.append((self.has_other_memory, OTHER_MEMORY))
         rules.append((self.has_lost_hook, LOST_HOOK))
         return rules
@@ -1423,10 +1441,12 @@ class _LoopChecks:
         # there.
         memory = _memory_of(p)
         first = self.first_memory.setdefault(name, memory)
+        # an empty shard has no memory to keep
         return memory != first and p.numel() > 0
 
     def has_lost_hook(self, name: str, p: Any, now: Any) -> bool:
-        # FSDP computes the gradients of other tensors, so some hooks of `p` are never called.
+        # FSDP computes the gradients of other tensors, so hooks of `p` are never called, except for
+        # post-accumulate hooks under FSDP2.
         return _has_hook(p, post_accumulate=self.fsdp1)
 
     def has_other_dtype(self, name: str, p: Any, now: Any) -> bool:
@@ -1497,9 +1517,11 @@ class _LoopChecks:
         optimized = self.optimized or self.trained
         for p in optimized:
             if p.grad is None:
-                # Note this before an evaluation too, during which FSDP1 restores old gradients.
+                # Nothing is left to apply. This is noted before an evaluation too, because FSDP1
+                # restores old gradients during it.
                 self.applied.add(p)
-        if self.averaged and torch.is_grad_enabled() and not optimized <= self.applied:
+        not_applied = optimized - self.applied
+        if self.averaged and torch.is_grad_enabled() and not_applied:
             raise RuntimeError(
                 "FSDP1 with cpu_offload does not accumulate gradients over backward() calls: "
                 "take a step or call zero_grad() before the next call, or use fsdp 2"
@@ -1528,8 +1550,9 @@ class _LoopChecks:
                 "the ranks used different parameters, and FSDP2 mixes up their gradients: "
                 "use find_unused_parameters=True, with torch 2.14 or in mode ddp"
             )
-        trained = [held.parameter for held in self.held if held.parameter.requires_grad]
-        values = _checksums([*trained, *(p.grad for p in trained)])
+        trained_now = [held.parameter for held in self.held if held.parameter.requires_grad]
+        gradients = [p.grad for p in trained_now]
+        values = _checksums([*trained_now, *gradients])
         if not _same_on_all_ranks(values, self.device, self.replicas):
             raise RuntimeError(
                 "the ranks hold different weights or gradients: change both in the same way on "
@@ -1675,7 +1698,7 @@ CHANGED_BUFFER = (
 )
 
 
-def _python_state(block: nn.Module) -> Iterator[tuple[str, Any]]:
+def _numbers_and_random_states(block: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of what a block may change besides tensors: numbers, random states."""
     for path, module in block.named_modules():
         for name, value in vars(module).items():
@@ -1775,6 +1798,7 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
     # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
     # may be on one rank only, which would wait for the others for ever.
     calls = _LoopChecks.calls_of_all
+    # at the first step there is no earlier one, so no call counts
     previous_calls = getattr(optimizer, "calls_at_last_step", calls)
     steps_compared = getattr(optimizer, "steps_compared", 0)
     optimizer.calls_at_last_step = calls  # type: ignore[attr-defined]
@@ -1914,9 +1938,11 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
     The optimizer sends its buckets to the other ranks.
     """
     known = {_memory_of(bucket) for bucket in _buckets_of(optimizer)}
+    if not known:  # there are no buckets, or the next step makes new ones
+        return
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if known and p.requires_grad and _memory_of(p) not in known:
+            if p.requires_grad and _memory_of(p) not in known:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(p.shape)} has new memory, which zero1 does not "
                     "send: write into it with copy_() or mul_(), and do not assign to .data"
@@ -1953,7 +1979,7 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
 
 
-def _holds_gradients(unit: Any) -> bool:
+def _holds_unaveraged_gradients(unit: Any) -> bool:
     """Tell whether a unit of FSDP2 has gradients that it has not averaged over ranks."""
     if not isinstance(unit, FSDPModule):
         return False
@@ -2026,7 +2052,7 @@ def _has_hook(p: Any, post_accumulate: bool) -> bool:
     return bool(p._backward_hooks)
 
 
-def _averaged_in_hooks(model: Any, units: list[Any]) -> list[Any]:
+def _tensors_averaged_in_hooks(model: Any, units: list[Any]) -> list[Any]:
     """List the tensors whose gradients DDP or FSDP1 averages in its own hooks, in backward."""
     tensors: list[Any] = []
     if isinstance(model, DDP):

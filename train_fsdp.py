@@ -219,7 +219,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.profile.step()
         # log: every step whose result has arrived; on a GPU a result is read one step late, so that
         # the host does not have to wait for it. Reading the results also sets guard.stop,
-        # guard.save and guard.end_reason.
+        # guard.save, guard.end_reason and, for a bad step, monitor.problem.
         for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
@@ -227,7 +227,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         # save: on schedule, when some rank's clock says so, or before the run ends. The results of
         # all `done` steps have been read by then: finished_steps waits for them if a save is
         # scheduled, and also if a result that it reads asks for a save or for the run's end.
-        too_many_bad = monitor.bad_images.too_many is not None
+        too_many_bad = monitor.bad_images.problem is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending
         if save_now:
@@ -241,7 +241,7 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         # session.signals of one rank -> `stop` in its monitor.requests() -> guard.stop on all. This
         # comes before evaluating, because little time may be left.
         if too_many_bad:
-            return "bad_images", monitor.bad_images.too_many
+            return "bad_images", monitor.bad_images.problem
         if guard.stop and not last:
             return "signal", None
         # evaluate: every `evaluate_every` steps, or, if that is 0, after every save
@@ -261,6 +261,7 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     """
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
+    # the first collective is slow; with a guard of its own it counts as no step
     StepGuard(monitor.session.device).check_step(zero, zero)
     monitor.skip_batches(steps_ahead(run.config, monitor.session.ranks))
     for step in range(run.steps):
@@ -272,8 +273,8 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
             monitor.log_step(result, lr=0.0)
         if guard.end_reason:
             return guard.end_reason, None
-        if monitor.bad_images.too_many:
-            return "bad_images", monitor.bad_images.too_many
+        if monitor.bad_images.problem:
+            return "bad_images", monitor.bad_images.problem
         if guard.stop and not last:
             return "signal", None
     return "done", None

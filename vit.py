@@ -106,9 +106,10 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     decoder_width = config.decoder_width
     # multiply-adds of the forward pass
     patch_embed = visible * patch_values * config.width
-    block = block_multiply_adds(visible + 1, config.width, config.mlp_width, config.gated_mlp)
-    decoder_embed = (visible + 1) * config.width * decoder_width
-    decoder_block = block_multiply_adds(length + 1, decoder_width, 4 * decoder_width)
+    # 1 + patches: the cls token passes through the blocks too
+    block = block_multiply_adds(1 + visible, config.width, config.mlp_width, config.gated_mlp)
+    decoder_embed = (1 + visible) * config.width * decoder_width
+    decoder_block = block_multiply_adds(1 + length, decoder_width, 4 * decoder_width)
     decoder_pred = length * decoder_width * patch_values
     # The backward pass costs twice the forward pass: one product for the gradient of a layer's
     # input, one for that of its weights. Images need no gradient: patch_embed costs two products,
@@ -307,7 +308,10 @@ class ViTMAE(nn.Module):
     decoder_pos_embed: Tensor  # (1, 1+L, Dd)
 
     def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
-        """Build the model and, unless on the meta device, initialise it with seed 0."""
+        """Build the model and initialise it with seed 0.
+
+        On the meta device, where tensors have shapes but no memory, nothing is initialised.
+        """
         super().__init__()
         length = patch_count(config, img_size)
         self.config = config
@@ -424,8 +428,9 @@ def initial_value(
     numbers. KeyError if the last part of the name is unknown.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
-    if leaf in ("pos_embed", "decoder_pos_embed"):
-        return sincos_positions(shape[-1], math.isqrt(shape[1] - 1)).to(device)
+    if leaf in ("pos_embed", "decoder_pos_embed"):  # (1, 1 + side * side, width)
+        side = math.isqrt(shape[1] - 1)
+        return sincos_positions(shape[-1], side).to(device)
     value = torch.empty(shape, device=device)
     # Each name has its own generator, so a value depends neither on the order of the calls nor
     # on the rank that draws it.

@@ -89,7 +89,11 @@ class StepResult(NamedTuple):
 
 
 class StepRequests(NamedTuple):
-    """What one rank asks of all others in a step; the fields are those of `StepResult`."""
+    """What one rank asks of all others in a step; the fields are those of `StepResult`.
+
+    Monitor.requests fills it in, StepGuard.check_step tells all ranks, and StepGuard.read_results
+    sets `stop` and `save` of the guard, on which train_fsdp.train acts, on all ranks alike.
+    """
 
     stop: bool = False
     save: bool = False

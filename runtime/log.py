@@ -195,7 +195,7 @@ class BadImageLog:
     """The bad images of all ranks, listed in OUT/bad_images.csv.
 
     data.Images replaces an unreadable image and names it in `bad`; Monitor.next_batch adds it to
-    `unreported`; `sync`, some steps later, lists those of all ranks. If they are `too_many`,
+    `unreported`; `sync`, some steps later, lists those of all ranks. If they are too many,
     `train` saves and ends the run.
     """
 
@@ -206,7 +206,7 @@ class BadImageLog:
         self.log = log
         self.name_of = name_of
         self.unreported: list[tuple[str, str, int]] = []  # found by this rank since `sync`
-        self.too_many: str | None = None  # an error message
+        self.problem: str | None = None  # the error message if there are too many
         self.known: set[str] = set()  # their paths, kept up to date on rank 0
         if log.rank == 0 and self.path.exists():
             with self.open("r") as file:
@@ -220,10 +220,10 @@ class BadImageLog:
         return open(self.path, mode, newline="", encoding="utf-8", errors="surrogateescape")
 
     def sync(self) -> None:
-        """Collect the bad images of all ranks; on all, set `too_many` if they are. Collective."""
+        """Collect the bad images of all ranks; set `problem` if there are too many. Collective."""
         every = gather_to_rank0(self.unreported)
         self.unreported = []
-        self.too_many = run_on_rank0(partial(self._list, every))
+        self.problem = run_on_rank0(partial(self._list, every))
 
     def _list(self, every: Any) -> str | None:
         """List the new images, on rank 0; return an error message if there are too many in all."""

@@ -133,7 +133,7 @@ class Monitor:
             if not result.consecutive:
                 self.losses.append(result.loss)
             yield result
-        if self.bad_images.too_many and not wait:  # the run ends, and saves all steps
+        if self.bad_images.problem and not wait:  # the run ends, and saves all steps
             yield from self.finished_steps(wait=True)
 
     def log_skip(self, result: StepResult) -> str:

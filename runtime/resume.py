@@ -1,4 +1,9 @@
-"""Where a run begins, and what it saves: --init-from, --resume, --save-every."""
+"""Where a run begins, and what it saves: --init-from, --resume, --save-every.
+
+A second run into the same folder is refused while the first still runs (process.lock_folder).
+Later it continues at the newest undamaged checkpoint, unless --resume says otherwise
+(`list_newest_first`), or flags that decide the training have changed (`_changes`).
+"""
 
 import json
 import time

@@ -136,4 +136,6 @@ def describe_strategy(start: dict[str, Any]) -> str:
     if start["world_size"] > start["tp"]:
         replicas = start["mesh"]["replicate"]
         traffic = strategy.traffic(several_replicas=replicas > 1, one_unit=start["wrap"] == "root")
+        if strategy.shard_over != "none" and start["accum"] > 1:
+            traffic += f" (--accum: gathers and reduce-scatters {start['accum']} times)"
     return f"{start['mode']}: shards {strategy.shards}; per step: {traffic}"
