@@ -49,7 +49,7 @@ def slowed(cause: str) -> Any:
             return step(*args, **kwargs)
 
     def slow_block(self, *args):
-        time.sleep(0.06)
+        time.sleep(0.15)
         return forward(self, *args)
 
     def slow_disk(self, position):
