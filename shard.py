@@ -427,9 +427,9 @@ def _fsdp(
 def _pin_offloaded(units: list[Any]) -> None:
     """Move FSDP1's offloaded parameters to pinned memory, where they stay. Collective.
 
-    The first forward pass would do so too. But if nothing is sharded, calling
-    state_dict() before that pass would create the pinned copy too early: values loaded from a
-    checkpoint afterwards would not reach the copy, and training would start from the old ones.
+    The first forward pass would do so too. But if nothing is sharded, calling state_dict() before
+    that pass would create the pinned copy too early: values loaded from a checkpoint afterwards
+    would not reach the copy, and training would start from the old ones.
     """
     for unit in reversed(units):  # FSDP1 needs the root first
         with FSDP1.summon_full_params(unit, recurse=False, writeback=False):
@@ -449,7 +449,7 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     module = unit._fsdp_wrapped_module
     _refuse_changes_in_forward(module, list_tensors, CHANGED_PARAMETER, fingerprint)
     _refuse_writes_to_arguments(module)
-    # all hooks are functions that torch.compile leaves alone
+    # torch.compile must not trace a hook, here and below
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
@@ -1182,9 +1182,7 @@ class _LoopChecks:
         self.trains = False  # whether the call or step being checked trains any parameter
         self.first_memory: dict[str, int] = {}  # FSDP: name -> memory at the first check
         self.nodes: dict[Any, Any] = {}  # DDP: parameter -> autograd node that carries DDP's hook
-        # DDP: name -> the tensor whose node was checked last, and its memory
-        self.checked_tensor: dict[str, Tensor] = {}
-        self.checked_memory: dict[str, int] = {}
+        self.checked_tensor: dict[str, Tensor] = {}  # DDP: name -> tensor whose node was checked
         # name -> (tensor that the module held after the last forward pass, its version then);
         # `_version` is PyTorch's count of in-place changes
         self.after_forward: dict[str, tuple[Any, int]] = {}
@@ -1458,10 +1456,8 @@ class _LoopChecks:
         if p not in self.nodes or not p.requires_grad:
             return False
         # The node is looked up only if p has new memory, as it does after any change of dtype.
-        memory = _memory_of(p)
-        if memory == self.checked_memory.get(name):
+        if _same_memory(self.checked_tensor.get(name), p):
             return False
-        self.checked_memory[name] = memory
         # this keeps the memory alive, so that no other tensor gets its address
         self.checked_tensor[name] = p.detach()
         return get_gradient_edge(p).node is not self.nodes[p]

@@ -80,7 +80,8 @@ def grid() -> list[Case]:
     """
     cases = []
     for number, case in enumerate(modes(4, [1, 2, 4])):
-        # each with and without both; in every second mode both at once
+        # Each mode with and without checkpointing, and with and without accumulation. Every second
+        # mode has both in one run, the others one in each.
         first, second = (1, 2) if number % 2 == 0 else (2, 1)
         cases.append(replace(case, ac="none", accum=first))
         cases.append(replace(case, ac="full", accum=second))

@@ -79,3 +79,12 @@ def test_a_model_that_is_one_unit_is_gathered_once_as_announced(monkeypatch, cap
     assert "per step: 1 all-gather" in capsys.readouterr().out
     sent = [kind for kind, _, _ in watch.sent]
     assert sent.count("all_gather") == 1
+
+
+def test_accumulation_gathers_as_often_as_announced(monkeypatch, capsys):
+    watch = Watch()
+    monkeypatch.setattr(train_fsdp, "forward_backward", watch.forward_backward)
+    assert dry(4, "--mode full_shard --wrap root --accum 3") == 0
+    times = re.search(r"gathers and reduce-scatters (\d) times", capsys.readouterr().out)
+    sent = [kind for kind, _, _ in watch.sent]
+    assert sent.count("all_gather") == sent.count("reduce_scatter") == int(times[1]) == 3
