@@ -136,15 +136,17 @@ class Saver:
         self.optimizer = optimizer
         self.keep = keep
         self.group = group
+        # These two change only when a save has been waited for: they are the same on all ranks.
         self.failures = 0  # consecutive failed saves; 0 after a save that succeeded
-        self.saved = 0  # the step of the newest checkpoint on disk
+        self.saved = 0  # the step of the newest checkpoint
+        self.on_disk = 0  # the step of the newest save, as soon as it is on disk
         # the index entries that this rank last sent to rank 0, which also keeps the index
         self.sent_entries: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
         # With a GPU all saves reuse one copy in pinned memory: slow to allocate, fast to fill.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        self.pending: Future[list[str]] | None = None
+        self.pending: tuple[int, Future[str | None]] | None = None  # its step, and its result
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
         """Save, with rank 0's `run_state` in the manifest; `wait` until it is done. Collective.
@@ -164,9 +166,9 @@ class Saver:
         keys_by_rank = _gather_decide_broadcast(own, _keys_if_settings_agree, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
-            return problems + self._write(tensors, manifest, pieces)
+            return problems + self._count(step, self._write(tensors, manifest, pieces))
         tensors = self.stager.stage(tensors)  # a copy: training goes on to change the originals
-        self.pending = self.thread.submit(self._write, tensors, manifest, pieces)
+        self.pending = step, self.thread.submit(self._write, tensors, manifest, pieces)
         if wait:
             problems += self.finish()
         return problems
@@ -193,21 +195,30 @@ class Saver:
         """Wait for a save in the background, if any; return what `save` returns. Collective."""
         if self.pending is None:
             return []
-        pending = self.pending
+        step, written = self.pending
         self.pending = None
-        return pending.result()
+        return self._count(step, written.result())
+
+    def _count(self, step: int, problem: str | None) -> list[str]:
+        """Count a finished save as failed, if there was a problem, or else as saved."""
+        if problem:
+            self.failures += 1
+            return [problem]
+        self.failures = 0
+        self.saved = step
+        return []
 
     def _write(
         self, tensors: dict[str, Tensor], manifest: dict[str, Any], pieces: list[Piece]
-    ) -> list[str]:
-        """Write one checkpoint; return why it failed, the same sentence on all ranks.
+    ) -> str | None:
+        """Write one checkpoint; if it failed, say why, in the same sentence on all ranks.
 
         The index seldom changes between saves. So the ranks send their entries only if those of
         some rank have changed, and otherwise just the sizes and checksums of their files.
         """
         step = manifest["step"]
         temporary = self.folder / f".step_{step:08d}.writing"
-        problems = []
+        problem = None
         try:
             write = partial(self._write_part, temporary, tensors, pieces)
             written = _on_all_ranks(write, self.group)
@@ -219,13 +230,11 @@ class Saver:
             complete = partial(self._complete, temporary, manifest, new)
             _gather_decide_broadcast(written, complete, self.group)
             self.sent_entries = entries
-            self.failures = 0
-            self.saved = step
+            self.on_disk = step
         except OSError as error:
-            self.failures += 1
-            problems.append(f"step {step} was not saved: {error}")
+            problem = f"step {step} was not saved: {error}"
         _remove_leftovers(self.folder)
-        return problems
+        return problem
 
     def _write_part(
         self, temporary: Path, tensors: dict[str, Tensor], pieces: list[Piece]

@@ -167,6 +167,7 @@ class Monitor:
         """Save, and log how the loop has ended; AgreedError if it failed. Collective."""
         guard = self.guard
         self.session.heartbeat("saving")
+        self.checkpoints.finish()
         if reason == "nan":  # from before the bad steps, which the same command would meet again
             self.checkpoints.save_last(guard.done + 1 - guard.consecutive)
         if reason == "loader_error":

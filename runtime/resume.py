@@ -3,6 +3,10 @@
 A second run into the same folder is refused while the first still runs (process.lock_folder).
 Later it continues at the newest undamaged checkpoint, unless --resume says otherwise
 (`list_newest_first`), or flags that decide the training have changed (`_changes`).
+
+The mode and the number of ranks may change: `checkpoint.load` gives each rank its part of the saved
+tensors, and `data.step_positions` divides the images of a step among the ranks that there are. The
+global batch must stay, so give --global-batch: --batch is multiplied by the number of ranks.
 """
 
 import json
@@ -151,7 +155,7 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
     decisive = names(RESULT, table=type(run.config)) + images
-    # what follows from the mode is not listed
+    # RESULT are the flags that --help marks with a star. What follows from the mode is not listed.
     listed = {*decisive, *names(COMPARED), "mode", "world_size"}
     changes = []
     refused = []
@@ -200,11 +204,13 @@ class CheckpointSchedule:
         """Save after so many steps; return why the run cannot continue, if so. Collective.
 
         A checkpoint holds the model, the optimizer and the step, which `checkpoint.Saver` takes
-        itself, and the run state made here: the flags and what follows from them (`Run.record`),
-        and the scale of fp16. What comes next follows from the step.
+        itself, and the run state made here: the flags and what follows from them (`Run.record`:
+        world size, group, batch sizes, number of steps, statistics of the images), and the scale of
+        fp16. No random state and no place in the data: both follow from the step.
 
-        After a failed save a run goes on, with a warning. After the second in a row, or the last
-        one of a run, `train_fsdp.train` ends it with what is returned here ("save_failed").
+        After a failed save a run goes on with a warning, and tries again when the next save is due.
+        After the second failure in a row, or if the last save of a run fails, `train_fsdp.train`
+        ends the run with what is returned here ("save_failed").
         """
         if not self.saver:
             return None
@@ -227,13 +233,17 @@ class CheckpointSchedule:
         """Save before a failed run ends, unless that step is saved already. Collective."""
         if not self.saver:
             return
-        problems = self.saver.finish()  # waits for a save in the background
+        self.finish()
         if self.saver.saved < step:
             failed = self.save(step, wait=True)
             if failed:
-                problems.append(failed)
-        for problem in problems:
-            self.log.warn(problem)
+                self.log.warn(failed)
+
+    def finish(self) -> None:
+        """Wait for a save in the background, if any; warn if it failed. Collective."""
+        if self.saver:
+            for problem in self.saver.finish():
+                self.log.warn(problem)
 
     def finished(self) -> bool:
         """Tell whether no step is left to train, and if so print it."""
@@ -244,9 +254,12 @@ class CheckpointSchedule:
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
-        if not (self.saver and self.saver.saved):
+        newest = 0
+        if self.saver:
+            newest = max(self.saver.saved, self.saver.on_disk)
+        if newest == 0:
             return "nothing saved"
-        path = Path(self.run.config.out, f"step_{self.saver.saved:08d}")
+        path = Path(self.run.config.out, f"step_{newest:08d}")
         if finished:
             return f"saved {path}"
         command = "the same command"
@@ -280,6 +293,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     state = read_run_state(found, run, log.say, load)
     schedule = CheckpointSchedule(run, log, state["step"])
     session.where_saved = schedule.where
+    session.finish_saves = schedule.finish
     mark_done(config.out, schedule.begin >= run.steps)
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])

@@ -43,6 +43,7 @@ class Session:
         self.locks: list[TextIO] = []  # on rank 0, open as long as the run uses its folder
         self.planned: dict[str, Any] | None = None  # on rank 0, once the run is described
         self.where_saved: Callable[[bool], str] | None = None  # says where the weights are
+        self.finish_saves: Callable[[], None] | None = None  # waits for a save in the background
         self.watchdog = Watchdog(ranks.rank, ranks.world_size, timeout, self.give_up)
         self.heartbeat = self.watchdog.heartbeat  # says what this rank does next
         where = ":".join(ranks.rendezvous.values())
@@ -161,6 +162,9 @@ def run_session(
     except Exception as error:  # on this rank alone: it must not keep the others waiting
         status = 1
         session.fail(error)
+    if session.finish_saves:  # a save in the background uses session.gloo, as the barrier does
+        session.heartbeat("saving")
+        session.finish_saves()
     session.watchdog.stop()
     for lock in session.locks:
         lock.close()

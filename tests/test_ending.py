@@ -63,6 +63,7 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
     lost = [*SHARDED, "--log-every", "9"]
     every = [*SHARDED, "--keep", "9", "--save-every", "1"]
     background = [*SHARDED, "--keep", "9", "--save-every", "2", "--async-save"]
+    often = [*every, "--async-save"]
     runs = {
         "plain": plain,
         "time": replace(plain, argv=[*lost, "--keep", "9"], due_rank=1),
@@ -72,6 +73,7 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
         "bad images": replace(plain, argv=[*images, "0"]),
         "folder": plain,
         "limit": replace(plain, argv=every, full_saves=(1, 3, 4)),
+        "behind twice": replace(plain, argv=often, full_saves=(0, 1)),
     }
     if FULL:
         runs |= {
@@ -103,6 +105,8 @@ ENDED = {
     ),
     "bad images": (1, "bad_images", None, False, "saved {out}/step_0000000"),
     "limit": (1, "save_failed", None, False, "saved {out}/step_00000003"),
+    # the third save had begun when the second was found to have failed
+    "behind twice": (1, "save_failed", (3,), False, "saved {out}/step_00000003; the same command"),
 }
 if FULL:
     ENDED |= {
