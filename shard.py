@@ -486,27 +486,28 @@ def _set_prefetch(blocks: list[Any], root: Any, options: ShardingOptions) -> Non
             unit.set_modules_to_forward_prefetch([following])
 
 
+# (shard_over, reshard_after_forward) -> PyTorch's name for the strategy
+FSDP1_STRATEGIES = {
+    ("world", True): ShardingStrategy.FULL_SHARD,
+    ("world", False): ShardingStrategy.SHARD_GRAD_OP,
+    ("group", True): ShardingStrategy.HYBRID_SHARD,
+    ("group", False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
 def _fsdp1_wrapper(
     strategy: Strategy, mesh: DeviceMesh, options: ShardingOptions
 ) -> Callable[[nn.Module], Any]:
     """FSDP1: strategy and prefetch are enums; every unit becomes one flat parameter."""
-    submesh = mesh
     if mesh["shard"].size() == 1:
         # no other strategy would reduce gradients at all (pytorch#154888)
         sharding = ShardingStrategy.NO_SHARD
         submesh = mesh["replicate"]
         # this warning only advises using DDP
         warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
-    elif strategy.shard_over == "world" and strategy.reshard_after_forward:
-        sharding = ShardingStrategy.FULL_SHARD
-        submesh = mesh["shard"]
-    elif strategy.shard_over == "world":
-        sharding = ShardingStrategy.SHARD_GRAD_OP
-        submesh = mesh["shard"]
-    elif strategy.reshard_after_forward:
-        sharding = ShardingStrategy.HYBRID_SHARD
     else:
-        sharding = ShardingStrategy._HYBRID_SHARD_ZERO2
+        sharding = FSDP1_STRATEGIES[strategy.shard_over, strategy.reshard_after_forward]
+        submesh = mesh["shard"] if strategy.shard_over == "world" else mesh
     prefetch = {
         "none": None,
         "backward_pre": fsdp.BackwardPrefetch.BACKWARD_PRE,
@@ -811,7 +812,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 def build_scaler(
     model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> torch.amp.GradScaler | None:
-    """Build the gradient scaler that fp16 needs; None for bf16 and fp32."""
+    """Build the gradient scaler that fp16 needs; None for bf16 and fp32.
+
+    All ranks find the same overflows, and so compute the same scale: see train_step in
+    train_fsdp.py.
+    """
     if dtype != torch.float16:
         return None
     if _contains(model, FSDP1):

@@ -326,7 +326,7 @@ class StepMemory:
         for position in reversed(self.ends):
             yield from self.backward(position)
         if self.run.engine != "ddp":
-            yield self.reduction("root", -1, self.root, self.root * self.cast)
+            yield self.reduce_snapshot("root", -1, self.root, self.root * self.cast)
         yield self.snapshot("optimizer step", gradients=self.gradients(self.all))
 
     def backward(self, position: int) -> Iterator[MemorySnapshot]:
@@ -351,7 +351,7 @@ class StepMemory:
                 reduction=self.reduce_buffers(position),
             )
         if run.engine != "ddp" and self.unit:
-            yield self.reduction(name, position, self.unit[part], live, saved + 2 * memory.e)
+            yield self.reduce_snapshot(name, position, self.unit[part], live, saved + 2 * memory.e)
 
     def root_gradients(self, position: int) -> float:
         """Count the unreduced gradients of the root, which under --wrap root has all blocks."""
@@ -361,7 +361,7 @@ class StepMemory:
         later = self.over(position + 1, self.count, inside)
         return max(0, self.root * self.cast - every * size) + later * size
 
-    def reduction(
+    def reduce_snapshot(
         self, name: str, position: int, numel: float, unsharded: float, activations: float = 0
     ) -> MemorySnapshot:
         """Count what is live while the gradients of a unit are reduced.
@@ -389,7 +389,7 @@ def states_held(run: PlannedRun) -> float:
     Under ZeRO-1 that is about an equal share: ZeroRedundancyOptimizer assigns whole tensors.
     """
     units = run_units(run)
-    if run.mode == "zero1":
+    if run.zero1:
         equal = sum(unit.numel * unit.count for unit in units) / run.world_size
         return max(equal, *(max(unit.sizes) for unit in units))
     return sum(unit.padded(run) * unit.count for unit in units) / run.shard

@@ -70,7 +70,9 @@ class PlannedRun:
         self.data_ranks = self.world_size // self.tp  # groups of ranks with images of their own
         # ranks that hold the same shard, and ranks that together hold one copy of the model
         self.replicate, self.shard = shard.mesh_shape(self.mode, self.data_ranks, self.group)
+        # ddp, fsdp1 or fsdp2; ZeRO-1 is DDP with another optimizer
         self.engine = "ddp"
+        self.zero1 = row.engine == "zero1"
         if row.engine == "fsdp":
             self.engine = "fsdp1" if self.fsdp == 1 else "fsdp2"
         # whether full parameters are freed after forward, and gathered again in backward
@@ -240,7 +242,7 @@ def _ddp_collectives(run: PlannedRun) -> Iterator[PlannedCollective]:
     size = BYTES[run.reduce_dtype]
     for numel, count in Counter(ddp_buckets(run)).items():
         yield PlannedCollective("all_reduce", "bucket", numel * size, count, world, 1)
-    if run.mode == "zero1":  # one broadcast from each rank; their sizes differ a little
+    if run.zero1:  # one broadcast from each rank; their sizes differ a little
         numel, more = divmod(sum(sum(u.sizes) * u.count for u in run_units(run)), world)
         for size, count in ((numel + 1) * FP32, more), (numel * FP32, world - more):
             yield PlannedCollective("broadcast", "parameters", size, count, world, 1)
