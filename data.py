@@ -375,8 +375,9 @@ class Images(Dataset[Any]):  # not Dataset[Sample]: a DataLoader of it yields Mi
 
         The replacement gets the same noise and flip, and its crop is drawn from the same random
         numbers. The sample's field `bad` lists the images that it replaces; the trainer's
-        runtime/monitor.py writes them to OUT/bad_images.csv. OSError after MAX_UNREADABLE_IN_A_ROW
-        unreadable images; errors that are not the file's fault are passed on.
+        runtime/log.py (BadImageLog) lists them in OUT/bad_images.csv. OSError after
+        MAX_UNREADABLE_IN_A_ROW unreadable images; errors that are not the file's fault are passed
+        on.
         """
         position, index = key
         bad: list[tuple[int, str]] = []

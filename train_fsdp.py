@@ -69,7 +69,8 @@ class Training:
 def learning_rate(step: int, run: Run) -> float:
     """Return the learning rate of a step, counted from 0: linear warm-up, then half a cosine.
 
-    The peak is --lr, or --blr x global batch / 256.
+    The peak is --lr, or --blr x global batch / 256. Without --warmup-steps, a twentieth of all
+    steps are warm-up.
     """
     if step < run.warmup_steps:
         return run.peak_lr * (step + 1) / run.warmup_steps  # not from 0, which would waste a step

@@ -114,7 +114,8 @@ class StepGuard:
     One small all-reduce per step gives all ranks the same answer. If on any rank
 
     - the loss is not finite, or the gradient norm is not finite, the step is bad: it is not
-      applied, but counts as done. More than `max_skips` bad steps in a row end the run ("nan");
+      applied, but counts as done. More than `max_skips` (--max-skips, by default 0) bad steps in a
+      row end the run ("nan");
     - only the norm is not finite, and a gradient scaler is used (fp16): the step is not applied
       either, but not bad, unless it is one of more than SCALE_EXHAUSTED in a row;
     - there is no batch: the step is not applied, not done and not bad ("loader_error").

@@ -75,7 +75,10 @@ def check_folders(config: "Config") -> None:
 def list_folder(
     folder: str, include: Patterns = None, exclude: Patterns = None, out: str | None = None
 ) -> Any:
-    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError if it is empty."""
+    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError if it is empty.
+
+    A pack is a folder that holds a `pack.index` (image_list.is_pack).
+    """
     check_folder(folder)
     return image_list.list_images(folder, out, include=include or (), exclude=exclude or ())
 

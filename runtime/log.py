@@ -146,10 +146,14 @@ class Log:
         self.tensorboard.flush()
 
     def step(self, result: StepResult, lr: float, meter: Meter) -> None:
-        """Log a step and end the meter's interval; the numbers are those of all ranks.
+        """Log a step and end the meter's interval; called every --log-every steps.
 
-        Called once the step's result has arrived, on a GPU one step late: the rate counts finished
-        steps. A run that only reads images has no loss, no norm and no FLOPs.
+        Loss and norm are those of this step, over all ranks. Times and rates are means since the
+        line before. The time spent waiting for data is rank 0's, and so is the memory
+        (`devices.device_memory`: peak_allocated_gib, peak_reserved_gib, alloc_retries).
+
+        On a GPU a result arrives one step late: the rate counts finished steps. A run that only
+        reads images has no loss, no norm and no FLOPs.
         """
         run = self.run
         trained = run.config.run_mode != "io"

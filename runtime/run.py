@@ -111,7 +111,8 @@ class Run:
 def resolve(config: Config, world_size: int, node_ranks: int) -> Run:
     """Derive the run of so many ranks; ValueError if it is invalid.
 
-    In the hybrid modes the `node_ranks` of a node share one copy, unless --group says otherwise.
+    In the hybrid modes the `node_ranks` of a node share one copy, because the links within a node
+    are usually faster than the network; --group overrides this.
     """
     mode = str(config.mode)
     tp = config.tp
