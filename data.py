@@ -17,6 +17,7 @@ import errno
 import io
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -725,6 +726,8 @@ def describe_tiff(image: Any) -> str | None:
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF with {samples} bands of signed, floating-point or complex numbers"
+    if Tag.PhotometricInterpretation not in tags:  # Pillow takes 0 for white, GDAL for black
+        return f"TIFF with {samples} bands that does not say what they show"
     all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not all_shown:
         return f"TIFF with {samples} bands of {bits} bits"
@@ -745,9 +748,29 @@ def describe_tiff(image: Any) -> str | None:
     pages_of_same_size = sizes.count(size_in_tags(tags))
     if pages_of_same_size > 0:
         return f"TIFF with {1 + pages_of_same_size} pages of the same size"
-    if sizes and is_overview_or_mask(tags):
+    # the image itself may be in a page of its own, which only its thumbnail leads to
+    if (sizes or Tag.SubIFDs in tags) and is_overview_or_mask(tags):
         return "TIFF whose first page is a thumbnail"
+    pages = pages_in_description(tags, samples)
+    if pages > 1:
+        return f"TIFF with {pages} pages, of which only the first has a directory,"
     return None
+
+
+def pages_in_description(tags: Any, samples: int) -> int:
+    """Count the pages that ImageJ or tifffile mention in a TIFF's description; 1 if they do not.
+
+    Both may write a stack of pages as one block of pixels that has only one directory.
+    """
+    text = str(tags.get(Tag.ImageDescription, ""))
+    by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
+    if text.startswith("ImageJ=") and by_imagej:
+        return int(by_imagej[1])
+    by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
+    if by_tifffile:
+        values = math.prod(int(side) for side in by_tifffile[1].split(","))
+        return values // (tags[Tag.ImageWidth] * tags[Tag.ImageLength] * samples)
+    return 1
 
 
 def is_overview_or_mask(tags: Any) -> bool:
@@ -815,18 +838,21 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return the number of components in a JPEG 2000, and the bits and signedness of the first.
+    """Return the number of components in a JPEG 2000, and the bits and signedness of each.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
-    number of components. Byte 42 describes the first: bit 7 is 1 if it is signed, bits 0 to 6 are
-    its depth in bits, minus 1.
+    number of components. Byte 42, and every third after it, describes a component: bit 7 is 1 if it
+    is signed, bits 0 to 6 are its depth in bits, minus 1. ValueError if components differ.
     """
     start = content.find(b"\xff\x4f\xff\x51")  # both markers
     if start < 0:
         raise ValueError("JPEG 2000 without a codestream")
     components = int.from_bytes(content[start + 40 : start + 42], "big")
-    depth = content[start + 42]
+    depths = set(content[start + 42 : start + 42 + 3 * components : 3])
+    if len(depths) != 1:
+        raise ValueError(f"JPEG 2000 with bands of different depths: {TO_GEOTIFF}")
+    depth = depths.pop()
     return components, (depth & 127) + 1, depth > 127
 
 
@@ -863,9 +889,14 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 
 
 def check_alpha(image: Image.Image) -> None:
-    """Raise NeedsPackingError if alpha has values other than 0 and 255: it is probably data."""
-    counts = image.convert("RGBA").getchannel("A").histogram()
-    if any(counts[1:255]):
+    """Raise NeedsPackingError if alpha is probably data.
+
+    It is if it has values other than 0 and 255, or hides all pixels, although they have colours.
+    """
+    *colours, alpha = image.convert("RGBA").split()
+    counts = alpha.histogram()
+    hides_all = not counts[255] and any(colour.getbbox() for colour in colours)
+    if any(counts[1:255]) or hides_all:
         found = f"{image.format} with {len(image.getbands())} bands, the last mislabelled as alpha,"
         raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
@@ -876,7 +907,7 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
     tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
     is faster, and the result differs by less than 1 grey level (of 255) on average. torchvision
-    decodes at full size, and so does `exact`.
+    decodes at full size, and so does `exact`, which an image needs that the caller still uses.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):

@@ -63,6 +63,9 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_command(args: argparse.Namespace) -> int:
     """Run a command -> 1 where `scan` finds broken images, else 0; raises what it raises."""
     check_folder(args.dir, "DIR")
+    if args.command == "stats" and args.nodata is not None:
+        what = f"training on {args.dir} takes {args.nodata:g} as a value"
+        raise ValueError(f"{what}: type `prepare.py pack {args.dir} DST --nodata={args.nodata:g}`")
     if args.command == "pack":
         options = PackOptions(max_side=args.max_side, nodata=args.nodata, bands=args.stack)
         pack(args.dir, args.out, args.workers, options, include=args.include, exclude=args.exclude)

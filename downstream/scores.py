@@ -34,6 +34,7 @@ from runtime.pretrained import (
 )
 from runtime.process import throttled_progress
 from storage.classes import describe_classes
+from storage.image_list import have_same_images
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
@@ -115,11 +116,17 @@ def run(args: argparse.Namespace) -> int:
 def class_numbers(test: Any, train: Any) -> list[int]:
     """Return the number that each class of the test images has among the training images.
 
-    ValueError if it is not among them, or if an image has no class.
+    ValueError if it is not among them, if an image has no class, or if the test images are some of
+    the training images.
     """
     for files in train, test:
         if min(files.labels) < 0:
             raise ValueError(f"{files.root} has images outside of a folder of their class")
+    if test is not train and have_same_images(test, train):
+        raise ValueError(
+            f"--test {test.root} has images of --data {train.root}, and a model knows those: give "
+            "other images"
+        )
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         some = ", ".join(unknown[:5])

@@ -60,9 +60,11 @@ class EvalImages(Dataset[EvalBatch]):
         bad: dict[int, str] = {}
         for index in indices:
             try:
-                image, (width, height) = data.open_image(self.files.read(index), self.stats)
+                content = self.files.read(index)
+                image, (width, height) = data.open_image(content, self.stats)
                 crop = centre_crop(width, height)
-                good[index] = data.crop_and_resize(image, crop, self.img_size, self.exact)
+                exact = self.exact or not isinstance(content, bytes)  # as in data.Images.load
+                good[index] = data.crop_and_resize(image, crop, self.img_size, exact)
             except Exception as error:  # Pillow raises many kinds for a broken file
                 if not self.any_error and not data.is_file_error(error):
                     raise

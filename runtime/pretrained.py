@@ -140,6 +140,8 @@ def choose_config(shapes: Shapes, said: Said, size: vit.ViTConfig | None) -> vit
         return replace(model_config(said["model"]), channels=said["channels"])
     width, channels, patch, _ = shapes["patch_embed.proj.weight"]
     depth = sum(bool(re.fullmatch(r"blocks\.\d+\.norm1\.weight", name)) for name in shapes)
+    if "heads" in said and size and said["heads"] != size.heads:
+        raise ValueError(f"it has {said['heads']} heads, but the model given for it {size.heads}")
     if "heads" in said and not size:
         mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
         gated = "blocks.0.mlp.fc1_g.weight" in shapes

@@ -220,6 +220,8 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     pages = list_pages(tiff)
     # Each page by itself: tifffile's series would put pages of one type together, in another order.
     every = [page for page in pages if not page.subfiletype & data.REDUCED_OR_MASK] or pages
+    if every is pages and any(page.subifds for page in pages):
+        raise RefusedError("only a thumbnail is in a page of its own: convert it (gdal_translate)")
     same = [page for page in every if page_size(page) == page_size(every[0])]
     about = "indices of a palette" if every[0].photometric == PALETTE else ""
     if len(same) < len(every):
@@ -306,12 +308,12 @@ def read_jpeg2000(image: Image.Image, content: bytes) -> np.ndarray:
     components, bits, signed = data.jpeg2000_kind(content)
     if signed:
         raise ValueError("JPEG 2000 of signed numbers")
-    if bits > 16 or (bits > 8 and components > 1):
+    pixels = np.asarray(image)
+    if bits > 16 or bits > 8 * pixels.dtype.itemsize:
         raise ValueError(
             f"JPEG 2000 of {components} bands of {bits} bits: Pillow keeps 8 of them; "
             "convert it to GeoTIFF (gdal_translate)"
         )
-    pixels = np.asarray(image)
     # Pillow shifts the bits up until they fill the dtype; this undoes it.
     pixels = pixels >> (8 * pixels.dtype.itemsize - bits)
     return channels_first(pixels)

@@ -134,36 +134,57 @@ def list_images(
         path = os.path.join(root, name)
         return os.path.getsize(path) if os.path.exists(path) else 0  # a link to nothing
 
+    left_out: dict[str, int] = {}
     if is_pack(root):
         files = load_index(os.path.join(root, "pack.index"), root)
         if include or exclude:
-            files = choose(files, include, exclude)
+            files, left_out = choose(files, include, exclude)
     else:
         found = data.scan(root, throttled_progress("listing"), include=include, exclude=exclude)
-        if found.left_out:
-            counts = data.describe_counts(found.left_out)
-            print(f"{root}: {len(found)} images; left out {counts}")
+        left_out = found.left_out
         with ThreadPool(16) as threads:  # a parallel file system takes long for each size
             sizes = threads.map(size, found.names)
         names = [os.fsencode(name) for name in found.names]
         files = ImageList(root, make_table(names, found.labels, sizes), found.classes)
+    if left_out:
+        print(f"{root}: {len(files)} images; left out {data.describe_counts(left_out)}")
     if files.index_file or out is None:
         return files
     os.makedirs(out, exist_ok=True)
     return save_index(files, os.path.join(out, "images.index"))
 
 
-def choose(files: ImageList, include: Sequence[str], exclude: Sequence[str]) -> ImageList:
-    """Return the images of a pack that match the patterns; ValueError if none does."""
-    names = [files.name(index) for index in range(len(files))]
-    reasons = [data.reason_to_leave_out(name, include, exclude) for name in names]
-    rows = [index for index, reason in enumerate(reasons) if reason is None]
+def choose(
+    files: ImageList, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[ImageList, dict[str, int]]:
+    """Choose the images of a pack that match the patterns -> them, and {reason: number left out}.
+
+    A pattern chooses the same images as in the folder that was packed, although the pack may have
+    given them another ending. ValueError if none is chosen.
+    """
+    rows: list[int] = []
+    left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
+    for index in range(len(files)):
+        name = name_before_packing(files.name(index))
+        reason = data.reason_to_leave_out(name, include, exclude)
+        if reason:
+            left_out[reason] += 1
+        else:
+            rows.append(index)
     if not rows:
-        left_out = data.describe_counts(Counter(reason for reason in reasons if reason))
-        raise ValueError(f"no image in the pack {files.root} is chosen: {left_out}")
+        counts = data.describe_counts(left_out)
+        raise ValueError(f"no image in the pack {files.root} is chosen: {counts}")
     table = files.table[rows]
-    table["label"], classes = data.classes_by_folder([names[index] for index in rows])
-    return replace(files, table=table, classes=classes, index_file=None)
+    names = [files.name(index) for index in rows]
+    table["label"], classes = data.classes_by_folder(names)
+    return replace(files, table=table, classes=classes, index_file=None), left_out
+
+
+def name_before_packing(name: str) -> str:
+    """Return the name of a pack's image without the .jpg or .npy that `pack` may have added."""
+    stem, ending = os.path.splitext(name)
+    added = ending in (".jpg", ".npy") and stem.lower().endswith(data.EXTENSIONS)
+    return stem if added else name
 
 
 def save_index(files: ImageList, path: str) -> ImageList:
@@ -200,6 +221,20 @@ def fingerprint(files: ImageList) -> str:
     longest = np.char.str_len(names).max()
     checksum = zlib.crc32(names.astype(f"S{longest}").tobytes())
     return f"{zlib.crc32(files.table['size'].tobytes(), checksum):08x}"
+
+
+def have_same_images(one: ImageList, other: ImageList) -> bool:
+    """Tell whether two lists have a file in common, or are the same list of files elsewhere."""
+    if fingerprint(one) == fingerprint(other):
+        return True
+    roots = os.path.realpath(one.root), os.path.realpath(other.root)
+    if os.path.commonpath(roots) not in roots:  # neither folder contains the other
+        return False
+    found = []
+    for files, root in zip((one, other), roots, strict=True):
+        names = map(files.name, range(len(files)))
+        found.append({os.path.join(root, name) for name in names})
+    return not found[0].isdisjoint(found[1])
 
 
 def is_pack(folder: str) -> bool:

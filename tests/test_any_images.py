@@ -18,6 +18,7 @@ import data
 import plan
 import train_fsdp
 import vit
+from runtime import eval_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -80,6 +81,11 @@ def test_a_pillow_image_is_treated_as_its_file():
         expected = sample_at(same, position)
         assert torch.equal(sample.image, expected.image) and not sample.bad
         assert sample.image_id == expected.image_id
+    pictures[3].load()  # for example to look at it: it is larger than what draft() asks for
+    for index in range(4):
+        mine = eval_images.EvalImages(Own(pictures), 32, data.IMAGENET)[[index]]
+        expected = eval_images.EvalImages(Own(files), 32, data.IMAGENET, exact=True)[[index]]
+        assert torch.equal(mine.images, expected.images) and not mine.bad
 
 
 GOOD = noise_array(0)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,11 @@ def test_a_folder_of_timm_is_read():
     assert found.stats == (mean, tuple(theirs.pretrained_cfg["std"]), "uint8")
     images = torch.randn(2, 3, 32, 32)
     expected = theirs.forward_features(images)
+    torch.testing.assert_close(features(found, images), expected, rtol=1e-5, atol=1e-5)
+    # as --init-from reads it, which gives the model of the run
+    with pytest.raises(ValueError, match="it has 6 heads, but the model given for it 3"):
+        read_pretrained("theirs", vit.MODELS["tiny"])
+    found = read_pretrained("theirs", replace(vit.MODELS["tiny"], heads=6, depth=1))
     torch.testing.assert_close(features(found, images), expected, rtol=1e-5, atol=1e-5)
 
 

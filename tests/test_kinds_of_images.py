@@ -28,6 +28,7 @@ from runtime import image_source
 from storage import arrays, checking, classes, image_list, packing, stacking
 
 rasterio = pytest.importorskip("rasterio")
+rasterio_shutil = pytest.importorskip("rasterio.shutil")
 # The images have no place on Earth.
 pytestmark = pytest.mark.filterwarnings("ignore::rasterio.errors.NotGeoreferencedWarning")
 
@@ -329,6 +330,76 @@ def test_a_thumbnail_on_the_first_page_is_not_the_image(dtype, tmp_path):
     tifffile.imwrite(path, thumbnail, photometric="rgb", subfiletype=1, metadata=None)
     image, _ = data.open_image(path.read_bytes())  # nothing else is in the file
     np.testing.assert_array_equal(np.asarray(data.decode(image)), thumbnail)
+    with tifffile.TiffWriter(path) as file:  # as in DNG: the image is in a page below the thumbnail
+        file.write(thumbnail, photometric="rgb", subfiletype=1, metadata=None, subifds=1)
+        file.write(pixels, photometric="rgb", metadata=None)
+    for read in (data.open_image, read_packed):
+        with pytest.raises(ValueError, match="thumbnail"):
+            read(path.read_bytes())
+
+
+@pytest.mark.parametrize("compression", [None, "zlib"])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_a_tiff_that_does_not_say_whether_0_is_black_is_read_as_stored(
+    compression, byteorder, tmp_path
+):
+    path = tmp_path / "1.tif"
+    options = {"compression": compression, "byteorder": byteorder, "metadata": None}
+    tifffile.imwrite(path, SIX[0], photometric="minisblack", **options)
+    order = "little" if byteorder == "<" else "big"
+    photometric, unknown = (number.to_bytes(2, order) for number in (262, 65000))
+    content = path.read_bytes().replace(photometric + (3).to_bytes(2, order), unknown + bytes(2))
+    path.write_bytes(content)
+    np.testing.assert_array_equal(tifffile.imread(path), SIX[0])
+    np.testing.assert_array_equal(read_by_gdal(path), SIX[:1])
+    with pytest.raises(data.NeedsPackingError, match="does not say what they show"):
+        data.open_image(content)
+    np.testing.assert_array_equal(read_packed(content), SIX[:1])
+
+
+@pytest.mark.parametrize("options", [{"imagej": True}, {}], ids=["ImageJ", "tifffile"])
+def test_a_stack_of_bytes_with_one_directory_is_whole(options, tmp_path):
+    path = tmp_path / "1.tif"
+    tifffile.imwrite(path, SIX, photometric="minisblack", truncate=True, **options)
+    with pytest.raises(data.NeedsPackingError, match="6 pages"):
+        data.open_image(path.read_bytes())
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), tifffile.imread(path))
+
+
+@pytest.mark.parametrize("infrared", [0, 255])
+def test_a_fourth_band_that_is_all_0_does_not_hide_the_others(infrared, tmp_path):
+    """GDAL calls the fourth of four bytes alpha, also where it is infrared over water."""
+    path = tmp_path / "1.tif"
+    pixels = blocks(0, 4, 60, 200, "uint8")
+    pixels[3] = infrared
+    write_by_gdal(path, pixels)
+    image, _ = data.open_image(path.read_bytes())
+    if infrared:  # as opaque alpha: the same picture
+        np.testing.assert_array_equal(as_rgb(image), pixels[:3])
+        return
+    with pytest.raises(data.NeedsPackingError, match="mislabelled as alpha"):
+        data.decode(image)
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
+    pixels[:] = 0  # nothing is hidden
+    write_by_gdal(path, pixels)
+    image, _ = data.open_image(path.read_bytes())
+    assert not as_rgb(image).any()
+
+
+def test_jpeg_2000_of_odd_depths_is_refused(tmp_path):
+    path = tmp_path / "9 bits.jp2"
+    lossless = {"driver": "JP2OpenJPEG", "reversible": True, "quality": 100}
+    write_by_gdal(path, blocks(0, 1, 0, 500), NBITS="9", **lossless)
+    with pytest.raises(ValueError, match="gdal_translate"):
+        read_packed(path.read_bytes())
+    path = tmp_path / "1 bit of alpha.jp2"
+    pixels = blocks(0, 4, 0, 200, "uint8")
+    pixels[3] = 255 * (pixels[3] > 100)
+    write_by_gdal(tmp_path / "1.tif", pixels, alpha="YES", photometric="RGB")
+    rasterio_shutil.copy(tmp_path / "1.tif", path, **lossless, **{"1BIT_ALPHA": "YES"})
+    for read in (data.open_image, read_packed):
+        with pytest.raises(ValueError, match=r"bands of different depths: .*gdal_translate"):
+            read(path.read_bytes())
 
 
 @pytest.mark.parametrize("scale", [1, 257])
@@ -1055,6 +1126,32 @@ def test_patterns(pattern, matching, tmp_path):
         (tmp_path / name).touch()
     kept = sorted(set(names) - set(matching))
     assert data.scan(str(tmp_path), exclude=[pattern]).names == kept
+
+
+def test_patterns_choose_the_same_images_of_a_tree_and_of_its_pack(tmp_path, capsys):
+    """Although a pack gives large pictures, and bands, another ending."""
+    root, pack = tmp_path / "tree", tmp_path / "pack"
+    for i, side in enumerate((32, 160)):
+        write_by_gdal(root / f"{i}_rgb.png", blocks(i, 3, 0, 255, "uint8", side), "PNG")
+        write_by_gdal(root / f"{i}_mask.png", blocks(i, 1, 0, 6, "uint8", side), "PNG")
+        write_by_gdal(root / f"{i}.tif", blocks(i, 5, 0, 255, "uint8"))
+    assert run_prepare("pack", root, pack, "--max-side", 100) == 0
+    capsys.readouterr()
+    packed = image_list.list_images(str(pack))
+    assert sum(packed.name(i).endswith((".png.jpg", ".tif.npy")) for i in range(6)) == 4
+    for patterns in (
+        {"exclude": ["*_mask.png"]},
+        {"include": ["*_rgb.png"]},
+        {"include": ["*.tif"], "exclude": ["1.tif"]},
+        {"exclude": ["nothing"]},
+    ):
+        chosen, said = [], []
+        for folder in (root, pack):
+            files = image_list.list_images(str(folder), **patterns)
+            stems = {Path(files.name(i)).name.partition(".")[0] for i in range(len(files))}
+            chosen.append((len(files), stems))
+            said.append(capsys.readouterr().out.partition(":")[2])
+        assert chosen[0] == chosen[1] and said[0] == said[1] != ""
 
 
 def test_training_takes_patterns_and_says_what_it_does(tmp_path):

@@ -422,6 +422,21 @@ def test_statistics_of_other_images_are_not_taken_along(flags, tmp_path):
     assert found.dtype == ("float32" if "nodata" in flags else "uint16")
 
 
+def test_statistics_without_a_number_that_training_takes_as_a_value_are_refused(tmp_path, capsys):
+    root = tmp_path / "tree"
+    root.mkdir()
+    pixels = np.full((1, 8, 8), 100, np.float32)
+    pixels[0, :4] = -9999
+    np.save(root / "1.npy", pixels)
+    assert prepare.main(["stats", str(root), "--nodata=-9999"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not (tmp_path / "tree.stats.json").exists()
+    assert f"`prepare.py pack {root} DST --nodata=-9999`" in error
+    prepared("pack", root, tmp_path / "pack", "--nodata=-9999")
+    found, _ = image_source.find_stats(str(tmp_path / "pack"), 1)
+    assert found.mean == (100,)
+
+
 def test_statistics_that_cannot_be_written_are_not_measured(tmp_path, monkeypatch, capsys):
     (tmp_path / "tree").mkdir()
     noise_image(0).save(tmp_path / "tree/1.png")

@@ -212,11 +212,17 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
     for folder in (more / "else", flat, one / "ice", one / "sea", single / "ice"):
         folder.mkdir(parents=True)
         shutil.copy(next(TILES.glob("train/ice/*")), folder)
+    (tmp_path / "a link").symlink_to(TILES / "train")
+    shutil.copytree(TILES / "train", tmp_path / "a copy")
     weights = dict(read_pretrained(run[0]).weights)
     torch.save(weights | {"norm.bias": torch.full((40,), math.nan)}, tmp_path / "broken.pth")
     for path, changed, words in (
         (run[0], ["--test", more], "does not have: else"),
         (run[0], ["--test", tmp_path / "nowhere"], "give --test the folder"),
+        (run[0], ["--test", TILES / "train"], "a model knows those: give other images"),
+        (run[0], ["--test", tmp_path / "a link"], "a model knows those: give other images"),
+        (run[0], ["--test", tmp_path / "a copy"], "a model knows those: give other images"),
+        (run[0], ["--data", TILES, "--test", TILES / "heldout"], "a model knows those"),
         (run[0], ["--split", 0.5, "--img-size", 33], "multiple of the patch size"),
         (run[0], ["--split", 0.5, "--data", flat], "outside of a folder of their class"),
         (run[0], ["--split", 0.5, "--data", one], "leaves no image to test on"),
