@@ -22,11 +22,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from torch.distributed.fsdp import _common_utils as fsdp_utils
 from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -448,7 +448,7 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     list_tensors = partial(_gathered_by_fsdp1, unit)
     module = unit._fsdp_wrapped_module
     _refuse_changes_in_forward(module, list_tensors, CHANGED_PARAMETER, fingerprint)
-    _refuse_writes_to_arguments(module)
+    _refuse_writes_to_arguments(unit, module)
     # torch.compile must not trace a hook, here and below
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
@@ -465,7 +465,7 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
         refuse = torch.compiler.disable(_refuse_stand_ins)
         unit.register_forward_pre_hook(refuse, prepend=True)
     _refuse_changes_in_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
-    _refuse_writes_to_arguments(unit)
+    _refuse_writes_to_arguments(unit, unit)
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
@@ -703,7 +703,8 @@ def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     holders: list[Any] = [*model.modules(), *model.parameters()]
     found: set[_LoopChecks] = set()
     for holder in holders:
-        checks = vars(holder).get("loop_checks")  # hasattr() is slow if a module lacks the name
+        # vars(): hasattr() is slow if a module lacks the name
+        checks = vars(holder).get("loop_checks") or _checks_of(holder)
         if checks:
             found.add(checks)
     return found
@@ -880,7 +881,7 @@ def _check_model(
                     f"{name} has sparse gradients, which FSDP does not support: use sparse=False"
                 )
     for name, p in model.named_parameters():
-        if hasattr(p, "loop_checks"):
+        if _checks_of(p):
             raise ValueError(f"{original_name(name)} is sharded already: call shard.apply once")
         reason = _reason_not_to_shard(p, sharded)
         if reason:
@@ -925,14 +926,16 @@ class _MemoryRange(NamedTuple):
 def _check_memory(model: nn.Module) -> None:
     """Raise ValueError for parameters and buffers that share memory, which sharding divides."""
     ranges: list[_MemoryRange] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    buffers = dict(model.named_buffers())
+    for name, tensor in [*model.named_parameters(), *buffers.items()]:
         dense = tensor.layout == torch.strided and tensor.is_contiguous()
         if dense and tensor.numel() and not _on_meta(tensor):
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
             ranges.append(_MemoryRange(first, end, name))
     for one, following in pairwise(sorted(ranges)):
-        if following.first < one.end:
+        both_buffers = one.name in buffers and following.name in buffers  # which are not sharded
+        if following.first < one.end and not both_buffers:
             raise ValueError(
                 f"{one.name} and {following.name} share memory, which sharding would divide: use "
                 "one nn.Parameter for both, or clone()"
@@ -1100,14 +1103,15 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 # half of check 2, are left out.
 #
 # Attributes that the checks set on PyTorch objects:
-#   loop_checks           on a sharded model and its parameters: their _LoopChecks
+#   loop_checks           on a sharded model: its _LoopChecks
 #   replaced_by_sharding  on a parameter in whose place FSDP has put another
 #   gathered_by_fsdp      on a gathered parameter that FSDP2 left in a module after a forward pass
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
-#   elementwise           on an optimizer that does not need whole tensors; a user may set it
-#   of_one_rank           set by a user on an optimizer that only one rank has
+#   tried                 on an optimizer that changes sharded tensors as it changes whole ones
+#   elementwise           set by a user on an optimizer that does not need whole tensors
+#   per_rank              set by a user on an optimizer that one rank has, or each for itself
 
 FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
 LATER_STEPS = 1000  # ... and in every step whose number is a multiple of this
@@ -1162,7 +1166,7 @@ Rule = tuple[Callable[[str, Any, Any], bool], str]
 class _LoopChecks:
     """Checks what a loop does with a sharded model, through hooks that raise RuntimeError."""
 
-    calls_of_all: ClassVar[int] = 0  # forward passes of all models, with gradients or without
+    calls_of_all: ClassVar[int] = 0  # forward passes of all models that all ranks make together
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
@@ -1173,7 +1177,8 @@ class _LoopChecks:
         self.fsdp1 = isinstance(model, FSDP1)
         self.fsdp2 = isinstance(model, FSDPModule)
         self.offloaded_by_fsdp1 = self.fsdp1 and model.cpu_offload.offload_params
-        self.flattened = self.fsdp1 and mesh["shard"].size() > 1  # a rank has parts of tensors
+        self.sharded = mesh["shard"].size() > 1
+        self.flattened = self.fsdp1 and self.sharded  # a rank has parts of tensors
         # If FSDP1 casts or moves parameters, each call computes with new tensors. FSDP1 registers
         # its hook only on those of the first call, so the gradients of a second would be lost.
         self.needs_backward_after_call = self.offloaded_by_fsdp1 or (
@@ -1208,7 +1213,7 @@ class _LoopChecks:
         """Register the methods below as hooks of the model, so that nobody has to call them."""
         model = self.model
         for held in self.held:
-            held.parameter.loop_checks = self
+            CHECKS_BY_ID[id(held.parameter)] = self
         model.loop_checks = self
         model.register_load_state_dict_pre_hook(_refuse_assign)
         if isinstance(model, DDP):
@@ -1218,10 +1223,11 @@ class _LoopChecks:
         if self.fsdp:
             model.__deepcopy__ = _refuse_copy  # copy.deepcopy looks for it on the object
             model.register_forward_hook(torch.compiler.disable(self.after_call))
+            model.zero_grad = self.zero_grad
         if isinstance(model, DDP):
             self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
         for tensor in _tensors_averaged_in_hooks(model, self.units):
-            tensor.register_post_accumulate_grad_hook(self.after_gradient)
+            tensor.register_post_accumulate_grad_hook(_hold_weakly(self.after_gradient))
         for module in model.modules():
             if isinstance(module, DDP | FSDP1 | CheckpointWrapper):
                 self.wrappers.append((module, set(vars(module))))
@@ -1246,7 +1252,8 @@ class _LoopChecks:
         self.note_trains()
         self.check_parameters()
         self.check_attributes()
-        _LoopChecks.calls_of_all += 1
+        if self.sharded or self.trains:  # one rank alone may evaluate a model of DDP
+            _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
             self.update_usage()
@@ -1276,6 +1283,18 @@ class _LoopChecks:
                 f"the model returned {type(output).__name__}, in which FSDP2 finds no tensor: "
                 "return a tensor, or a tuple, list or dict of tensors"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of FSDP's parameters; replaces the method of the model.
+
+        Between a forward and its backward pass, nn.Module.zero_grad() would find gathered tensors
+        in their place, and the gradients of the step before would stay.
+        """
+        for held in self.held:
+            if set_to_none:
+                held.parameter.grad = None
+            elif held.parameter.grad is not None:
+                held.parameter.grad.detach().zero_()
 
     def after_gradient(self, tensor: Tensor) -> None:
         """Raise RuntimeError if there has been no call since this tensor's previous gradient.
@@ -1348,9 +1367,10 @@ class _LoopChecks:
                 "object, a function or the like: keep parameters in attributes of modules"
             )
         self.update_usage()
-        if self.after_forward and self.fsdp2:
+        if self.fsdp2:
             # A call with gradients but without backward() leaves units gathered, and the step would
-            # make these values stale. reshard() does nothing where a backward pass has resharded.
+            # make these values stale. So does a method of register_fsdp_forward_method.
+            # reshard() does nothing where a backward pass has resharded.
             for unit in self.units:
                 unit.reshard()
         self.after_forward = {}
@@ -1361,7 +1381,7 @@ class _LoopChecks:
         self.steps += 1
         if self.offloaded_by_fsdp1:
             # an optimizer may have parameters of other models too
-            own = [p for p in parameters if getattr(p, "loop_checks", None) is self]
+            own = [p for p in parameters if _checks_of(p) is self]
             self.optimized.update(own)
             self.applied.update(own)
         self.usage_checksum = 0
@@ -1395,6 +1415,12 @@ class _LoopChecks:
         # under activation checkpointing of the whole model, FSDP1 puts another tensor of its own in
         # the place of the parameter
         if self.fsdp1 and _is_gathered_by_fsdp1(now, self.units):
+            return
+        # a method of register_fsdp_forward_method leaves gathered parameters without a call
+        if self.fsdp2 and _is_gathered_by_fsdp2(now, self.units):
+            return
+        # pruning and parametrizations keep the parameter under another name, and DDP averages it
+        if not self.fsdp and any(p is own for own in self.model.parameters()):
             return
         # If an FSDP1 unit gathers nothing, it computes with views of its parameters until backward.
         is_view = self.fsdp1 and _same_memory(now, p)
@@ -1487,7 +1513,11 @@ class _LoopChecks:
                 if not hasattr(inner, name):
                     own_attributes.add(name)  # FSDP1 adds some in its first call
                     continue
-                differs = getattr(inner, name) is not value
+                inside = getattr(inner, name)
+                if isinstance(value, int | float | str):
+                    differs = inside != value
+                else:
+                    differs = inside is not value
                 if differs and not callable(value):  # a callable is meant for the wrapper
                     raise RuntimeError(
                         f"{name} was set on {type(wrapper).__name__}, and the "
@@ -1561,6 +1591,28 @@ class _LoopChecks:
                 "last=True), and give DDP find_unused_parameters=True if a rank leaves some "
                 "parameters unused"
             )
+
+
+# id of a parameter -> the checks of its model. Not an attribute of the parameter: Module.to() loses
+# those of a DTensor, and a reference from there to the model would keep both in memory for ever.
+CHECKS_BY_ID: WeakValueDictionary[int, _LoopChecks] = WeakValueDictionary()
+
+
+def _checks_of(p: Any) -> _LoopChecks | None:
+    """Return the checks of the sharded model that a parameter belongs to, if any."""
+    return CHECKS_BY_ID.get(id(p))
+
+
+def _hold_weakly(method: Any) -> Callable[[Tensor], None]:
+    """Return a hook that calls a method, but does not keep the method's object in memory."""
+    weak = WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        alive = weak()
+        if alive:
+            alive(tensor)
+
+    return call
 
 
 def _held_parameters(model: nn.Module) -> list[_HeldParameter]:
@@ -1710,22 +1762,32 @@ def _numbers_and_random_states(block: nn.Module) -> Iterator[tuple[str, Any]]:
     yield "the state of Python's random", random.getstate()
 
 
-def _refuse_writes_to_arguments(module: nn.Module) -> None:
-    """Register hooks that raise RuntimeError if a module writes into a list, dict or set it gets.
+def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
+    """Register hooks that raise RuntimeError if a module writes into a copy of a list, dict or set.
 
-    FSDP passes copies on, so the caller would not see what was written.
+    `unit` is what is called, and `module` gets what FSDP passes on: often copies, and the caller
+    would not see what is written into them.
     """
-    # For each call that has begun, the innermost last: (container, its items before the call)
+    given: set[int] = set()  # ids of the caller's containers in the newest call
+    # For each call that has begun, the innermost last: (copy, its items before the call)
     calls: list[list[tuple[Any, list[Any]]]] = []
+
+    def note_given(unit: nn.Module, args: Any, kwargs: Any) -> None:
+        given.clear()
+        given.update(id(container) for container in _containers([*args, *kwargs.values()]))
 
     def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
         containers = _containers([*args, *kwargs.values()])
-        calls.append([(container, _items(container)) for container in containers])
+        copies = [container for container in containers if id(container) not in given]
+        calls.append([(copy, _items(copy)) for copy in copies])
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         if not calls:  # an earlier check ended this call before `remember` ran
             return
+        returned = {id(container) for container in _containers([output])}
         for container, before in calls.pop():
+            if id(container) in returned:  # so the caller gets what was written
+                continue
             now = _items(container)
             same_length = len(now) == len(before)
             if not same_length or any(a is not b for a, b in zip(now, before, strict=True)):
@@ -1734,6 +1796,8 @@ def _refuse_writes_to_arguments(module: nn.Module) -> None:
                     "given, but FSDP passes only a copy of it: return the result instead"
                 )
 
+    note_given = torch.compiler.disable(note_given)
+    unit.register_forward_pre_hook(note_given, with_kwargs=True, prepend=True)
     module.register_forward_pre_hook(torch.compiler.disable(remember), with_kwargs=True)
     # always_call: also if an exception ends the call
     compare = torch.compiler.disable(compare)
@@ -1741,15 +1805,19 @@ def _refuse_writes_to_arguments(module: nn.Module) -> None:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists, dicts and sets among values, and those inside them."""
+    """Yield the lists, dicts, sets and dataclasses among values, and those inside them."""
     for value in values:
-        if isinstance(value, dict | list | set):
+        is_record = is_dataclass(value) and not isinstance(value, type)
+        if isinstance(value, dict | list | set) or is_record:
             yield value
-        if isinstance(value, dict | list | set | tuple):
+        if isinstance(value, dict | list | set | tuple) or is_record:
             yield from _containers(_items(value))
 
 
 def _items(container: Any) -> list[Any]:
+    """List the items of a container, or the values of a dataclass."""
+    if is_dataclass(container):
+        return [getattr(container, field.name, None) for field in fields(container)]
     return [*container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -1772,11 +1840,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             "the optimizer was built between a forward pass and its backward(), from gathered "
             "parameters: build it before the first call"
         )
-    loose = [p for p in parameters if not hasattr(p, "loop_checks")]
+    loose = [p for p in parameters if not _checks_of(p)]
     if loose and dist.is_initialized() and dist.get_world_size() > 1:
         _check_loose(optimizer, loose, len(parameters))
-    checks_of_parameters = [p.loop_checks for p in parameters if hasattr(p, "loop_checks")]
-    checks_of_models = list(dict.fromkeys(checks_of_parameters))  # in the same order on all ranks
+    # a dictionary keeps the order, which is the same on all ranks
+    found = dict.fromkeys(_checks_of(p) for p in parameters)
+    checks_of_models = [checks for checks in found if checks]
     _check_whole_tensors(optimizer, checks_of_models)
     for checks in checks_of_models:
         checks.before_step(parameters)
@@ -1793,9 +1862,9 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
             "returned, and each rank would train its own copy: put it into the model before "
             "shard.apply"
         )
-    if hasattr(optimizer, "of_one_rank"):
+    if hasattr(optimizer, "per_rank"):
         return
-    # If a sharded model is called between an optimizer's steps, the optimizer belongs to that
+    # If all ranks call a sharded model between an optimizer's steps, the optimizer belongs to that
     # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
     # may be on one rank only, which would wait for the others for ever.
     calls = _LoopChecks.calls_of_all
@@ -1811,7 +1880,7 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
             raise RuntimeError(
                 "an optimizer trains parameters that are in no model that shard.apply returned, "
                 "and their gradients differ between ranks: put them into the model before "
-                "shard.apply, or set optimizer.of_one_rank = True"
+                "shard.apply, or, if each rank trains its own, set optimizer.per_rank = True"
             )
 
 
@@ -1820,18 +1889,27 @@ def _check_whole_tensors(
 ) -> None:
     """Raise RuntimeError for an optimizer that needs whole tensors, but would get only parts.
 
-    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. Operations on
-    FSDP2's DTensors give the same results as on whole tensors.
+    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2 gives it
+    DTensors: operations on them give the same results as on whole tensors, but .item() does not.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     if zero1 and any(checks.fsdp for checks in checks_of_models):
         raise RuntimeError("FSDP shards the optimizer's states itself: use AdamW, or mode zero1")
     flattened = any(checks.flattened for checks in checks_of_models)
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    known = type(inner) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
-    if known or not (zero1 or flattened):
-        return
     name = type(inner).__name__
+    known = type(inner) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
+    if known or hasattr(optimizer, "tried"):
+        return
+    has_dtensors = any(checks.fsdp2 and checks.sharded for checks in checks_of_models)
+    if has_dtensors and not _steps_equally_on_dtensors(inner):
+        raise RuntimeError(
+            f"{name} changes FSDP2's sharded tensors differently from whole ones, as it would with "
+            "the .item() of a norm: use .full_tensor() in it, mode ddp, or another optimizer"
+        )
+    optimizer.tried = True  # type: ignore[attr-defined]
+    if not (zero1 or flattened):
+        return
     try:
         elementwise = _steps_equally_on_parts(inner, flattened)
     except Exception as error:
@@ -1845,7 +1923,6 @@ def _check_whole_tensors(
             f"{name} needs whole tensors, but zero1 and FSDP1 give it only parts: use mode ddp, or "
             "an elementwise optimizer such as AdamW"
         )
-    optimizer.elementwise = True  # type: ignore[attr-defined]
 
 
 # PyTorch's optimizers that update each element independently of the others. Any other optimizer is
@@ -1887,16 +1964,46 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     return True
 
 
+def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Find out by trial whether an optimizer changes DTensors as it would change whole ones.
+
+    Collective. True also if the trial fails: then the step itself will fail, with that error.
+    """
+    indices = [torch.arange(12).view(3, 4), torch.arange(12, 16).view(2, 2)]
+    for group in optimizer.param_groups:
+        sharded = next((p for p in group["params"] if isinstance(p, DTensor)), None)
+        if sharded is None:
+            continue
+        shard_tensor = partial(
+            distribute_tensor, device_mesh=sharded.device_mesh, placements=sharded.placements
+        )
+        try:
+            whole = _change_in_trial(optimizer, group, indices)
+            in_shards = _change_in_trial(optimizer, group, indices, shard_tensor)
+        except Exception:
+            return True
+        # some optimizers compute in bf16, so that a different order of sums shows
+        if not torch.allclose(in_shards, whole, rtol=0, atol=0.03 * whole.abs().max().item()):
+            return False
+    return True
+
+
 def _change_in_trial(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], indices: list[Tensor]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    indices: list[Tensor],
+    shard_tensor: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
     The copy has one parameter group, with these elements and the settings of `group`. The elements'
-    values and gradients follow from the indices. Returns (16,) in fp64, zero at all other indices.
+    values and gradients follow from the indices; `shard_tensor` makes DTensors of them. Returns
+    (16,) in fp64, zero at all other indices.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [index.to(device, torch.float64) for index in indices]
+    if shard_tensor:
+        angles = [shard_tensor(angle) for angle in angles]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
     if "initial_lr" in settings:  # a schedule's peak; its first rate may be 0
@@ -1911,7 +2018,10 @@ def _change_in_trial(
         step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
     change = torch.zeros(16, dtype=torch.float64)
     for p, angle, index in zip(parameters, angles, indices, strict=True):
-        change[index] = (p.detach() - angle.cos()).cpu()
+        difference = p.detach() - angle.cos()
+        if isinstance(difference, DTensor):
+            difference = difference.full_tensor()
+        change[index] = difference.cpu()
     return change
 
 
@@ -1980,18 +2090,28 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
 
 
-def _holds_unaveraged_gradients(unit: Any) -> bool:
-    """Tell whether a unit of FSDP2 has gradients that it has not averaged over ranks."""
-    if not isinstance(unit, FSDPModule):
-        return False
+def _groups_of_fsdp2(unit: Any) -> list[Any]:
+    """List the groups in which a unit of FSDP2 manages its own parameters; none without any."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # torch 2.14
         groups = state._fsdp_param_groups
     else:
         groups = [state._fsdp_param_group]
-    for group in groups:
-        if group is None:  # a unit without parameters of its own
-            continue
+    return [group for group in groups if group is not None]
+
+
+def _is_gathered_by_fsdp2(tensor: Any, units: list[Any]) -> bool:
+    """Tell whether FSDP2 itself has put a tensor in the place of a parameter."""
+    groups = [group for unit in units for group in _groups_of_fsdp2(unit)]
+    parameters = [p for group in groups for p in group.fsdp_params]
+    return any(tensor is getattr(p, "_unsharded_param", None) for p in parameters)
+
+
+def _holds_unaveraged_gradients(unit: Any) -> bool:
+    """Tell whether a unit of FSDP2 has gradients that it has not averaged over ranks."""
+    if not isinstance(unit, FSDPModule):
+        return False
+    for group in _groups_of_fsdp2(unit):
         if group._partial_reduce_output is not None:  # reduced over shards, not over replicas
             return True
         for p in group.fsdp_params:

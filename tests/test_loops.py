@@ -6,8 +6,12 @@ all ranks; then each rank runs it over its own batch, with a sharded model.
 
 from __future__ import annotations
 
+import gc
+import io
+import math
 import random
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import mesh
@@ -120,9 +125,12 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 # --- the loops: each returns its models
 
 
-def evaluate(place: Place, gradients: bool = False) -> list[nn.Module]:
+def evaluate(place: Place, gradients: bool = False, moved: bool = False) -> list[nn.Module]:
     """Evaluate, then build the optimizer; evaluate again, then train on, then before the end."""
     model = place.apply(build())
+    if moved:  # to where it is already
+        model.to("cpu")
+        model.float()
 
     def measure() -> None:
         model.eval()
@@ -321,6 +329,78 @@ def two_calls(place: Place) -> list[nn.Module]:
     return [model]
 
 
+def zero_grad_after_the_call(place: Place, set_to_none: bool = True) -> list[nn.Module]:
+    """The model clears its gradients between a call and its backward pass."""
+    model = place.apply(build())
+    optimizer = place.optimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(3):
+        outputs = [model(batch(rank, step)) for rank in place.ranks]
+        model.zero_grad(set_to_none)
+        for out in outputs:
+            (out.square().mean() / len(outputs)).backward()
+        optimizer.step()
+    return [model]
+
+
+def generator_cleared_after_its_call(place: Place) -> list[nn.Module]:
+    """As in PyTorch's tutorial of a GAN: the generator is called, then the discriminator steps."""
+    generator = place.apply(build(inputs=4, outputs=6))
+    discriminator = place.apply(build(seed=1))
+    optimizers = [
+        place.optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for model in (generator, discriminator)
+    ]
+    for step in range(3):
+        fakes = {rank: generator(batch(rank, step, 4)) for rank in place.ranks}
+
+        def real_and_fake(rank: int, step: int = step, fakes: Any = fakes) -> Tensor:
+            both = torch.cat([batch(rank, step + 10), fakes[rank].detach()])
+            return discriminator(both).square().mean()
+
+        def fooled(rank: int, fakes: Any = fakes) -> Tensor:
+            return (discriminator(fakes[rank]) - 1).square().mean()
+
+        discriminator.zero_grad()
+        place.backward(real_and_fake)
+        optimizers[1].step()
+        generator.zero_grad()
+        place.backward(fooled)
+        optimizers[0].step()
+    return [generator, discriminator]
+
+
+class OnADictionary(Block):
+    """Writes into the dictionary that it is given, and returns it."""
+
+    def forward(self, state: Any) -> Any:
+        state["x"] = super().forward(state["x"])
+        return state
+
+
+class PassesADictionary(OneHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(OnADictionary(), OnADictionary())
+
+    def forward(self, x: Any, *_: Any) -> Tensor:
+        state = self.blocks({"x": self.embed(x.pop("image"))})
+        return self.heads[0](state["x"]) * x["weight"]
+
+
+def dictionaries(place: Place) -> list[nn.Module]:
+    """The model takes a part out of its input, and its blocks pass a dictionary along."""
+    model = place.apply(build(PassesADictionary))
+    optimizer = adamw(place, model.parameters())
+    for step in range(3):
+
+        def loss_of(rank: int, step: int = step) -> Tensor:
+            return model({"image": batch(rank, step), "weight": 2}).square().mean()
+
+        place.backward(loss_of)
+        update(optimizer)
+    return [model]
+
+
 def adapters(place: Place) -> list[nn.Module]:
     """All but the biases of the blocks and the head is frozen before apply, as with LoRA."""
     model = build()
@@ -391,6 +471,11 @@ class ReturnsEmbedding(OneHead):
 LOOPS: dict[str, Callable[[Place], list[nn.Module]]] = {
     "evaluate": evaluate,
     "evaluate with gradients": partial(evaluate, gradients=True),
+    "evaluate with gradients, moved": partial(evaluate, gradients=True, moved=True),
+    "zero_grad after the call": zero_grad_after_the_call,
+    "zeros after the call": partial(zero_grad_after_the_call, set_to_none=False),
+    "a generator cleared after its call": generator_cleared_after_its_call,
+    "dictionaries": dictionaries,
     "heads alternate": heads_alternate,
     "heads by rank": heads_by_rank,
     "teacher": teacher,
@@ -448,6 +533,10 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
         average_by_torch()
         decay_by_original_names()
         train_with_whole_tensors()
+        measure_by_a_method()
+        prune_in_ddp()
+        train_on_one_rank()
+        use_up_models()
         keep_attributes_of_parameters()
     found: dict[tuple, float | str] = {}
     for name, loop in LOOPS.items():
@@ -476,7 +565,7 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
 def check_loops(world: int, rows: list[tuple[str, int]], folder: Any) -> None:
     for found in on_ranks(world, partial(compare_loops, rows), folder):
         for (name, mode, fsdp), apart in found.items():
-            if fsdp == 1 and name == NO_BACKWARD:
+            if fsdp == 1 and name.startswith(NO_BACKWARD):
                 assert "FSDP1 needs a backward() before a step" in str(apart), (name, mode)
             else:
                 assert isinstance(apart, float) and apart < 1e-5, (name, mode, fsdp, apart)
@@ -568,7 +657,7 @@ class Counting(Block):
 def sharded(mode: str, model: nn.Module, blocks: Any = (Block,), **options: Any) -> nn.Module:
     world = dist.get_world_size()
     grid = mesh.build_mesh(shard.mesh_shape(mode, world), CPU)
-    given = shard.ShardingOptions(param_dtype=torch.float32, **options)
+    given = shard.ShardingOptions(**({"param_dtype": torch.float32} | options))
     return shard.apply(model, mode, grid, block_classes=set(blocks), options=given)
 
 
@@ -962,6 +1051,96 @@ def train_with_whole_tensors() -> None:
                 torch.testing.assert_close(now[name], value, msg=f"{mode} {fsdp} {of_all} {name}")
 
 
+class ByOneNumber(torch.optim.Optimizer):
+    """Computes its rate from numbers that .item() makes of sums, each of a rank's own part."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = math.sqrt(sum(p.grad.square().sum().item() for p in group["params"]))
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / norm)
+
+
+def by_one_number() -> None:
+    model = sharded("full_shard", build())
+    optimizer = ByOneNumber(model.parameters(), lr=0.1)
+    model(batch(dist.get_rank(), 0)).mean().backward()
+    optimizer.step()
+
+
+def measure_by_a_method() -> None:
+    """A method given to register_fsdp_forward_method, called without gradients, changes nothing."""
+    for mode in ("full_shard", "no_shard"):
+        ends = []
+        for measured in (False, True):
+            model = sharded(mode, build(Net))
+            shard.fsdp.register_fsdp_forward_method(model, "features")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                model(batch(dist.get_rank(), step), task="predict_both").mean().backward()
+                if measured:
+                    with torch.no_grad():
+                        model.features(batch(0, 98), 0)
+                update(optimizer)
+            ends.append(full_parameters(model))
+        assert all(map(torch.equal, ends[0].values(), ends[1].values())), mode
+
+
+def prune_in_ddp() -> None:
+    """DDP averages the gradients of what pruning keeps under another name."""
+    model = sharded("ddp", build())
+    plain = build()
+    pairs = [(model, model.module), (plain, plain)]
+    for called, inner in pairs:
+        prune.l1_unstructured(inner.embed, "weight", 0.5)
+        optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
+        ranks = [0, 1] if called is plain else [dist.get_rank()]
+        for step in range(3):
+            Place(ranks).backward_of(called, step)
+            update(optimizer)
+    assert (plain.embed.weight == 0).sum() == 24
+    torch.testing.assert_close(model.module.embed.weight, plain.embed.weight)
+
+
+def use_up_models() -> None:
+    """A model can be pickled as without us, and leaves nothing in memory."""
+    kept_by_pytorch = [(mode, 1) for mode in ("no_shard", "hybrid", "hybrid_grad_op")]  # NO_SHARD
+    for mode, fsdp in sorted(set(ROWS) - set(kept_by_pytorch)):
+        model = apply_in(mode, fsdp, build(Tempered))
+        model.temperature = 1.0  # which it is already
+        three_steps(model)
+        if mode == "ddp":
+            torch.save(model.module, io.BytesIO())
+        left = [weakref.ref(module) for module in model.modules()]
+        del model
+        gc.collect()
+        assert not any(module() for module in left), (mode, fsdp)
+
+
+def train_on_one_rank() -> None:
+    """What one rank does alone makes no rank wait: a probe of stored features, an evaluation."""
+    backbone = sharded("ddp", build())
+    features = backbone(batch(0, 0)).detach()
+    head = build(Block, width=3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(3):
+        head(features).mean().backward()
+        update(optimizer)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                head(backbone(batch(0, 1)))
+    own = nn.Parameter(batch(dist.get_rank(), 0))  # an image of this rank's own
+    optimizer = torch.optim.SGD([own], lr=0.1)
+    optimizer.per_rank = True
+    for _ in range(3):
+        backbone(own).mean().backward()
+        update(optimizer)
+
+
 def copied(fsdp: int) -> None:
     torch.optim.swa_utils.AveragedModel(sharded("full_shard", build(), fsdp=fsdp))
 
@@ -1062,7 +1241,8 @@ class Experts(nn.Module):
 
 
 def list_of_the_caller(fsdp: int) -> None:
-    three_steps(sharded("full_shard", build(Experts), blocks=(WritesLoss,), fsdp=fsdp))
+    options = {"fsdp": fsdp, "param_dtype": torch.bfloat16}  # in fp32 they get the list itself
+    three_steps(sharded("full_shard", build(Experts), blocks=(WritesLoss,), **options))
 
 
 def after_a_failed_backward(fsdp: int) -> None:
@@ -1176,6 +1356,7 @@ REFUSED_ON_RANKS = {
     sharded_twice: r"blocks.0.fc.weight is sharded already",
     block_twice_in_bf16: "do not call a block twice either",
     adafactor_of_fsdp1: "use mode ddp, or an elementwise",
+    by_one_number: r"ByOneNumber changes FSDP2's sharded tensors differently .* \.full_tensor\(\)",
     lbfgs_of_zero1: r"LBFGS could not be tried .* set optimizer.elementwise = True",
     partial(by_norms, "full_shard", 1, False): "ByNorms needs whole tensors",
     partial(by_norms, "shard_grad_op", 1, True): "ByNorms needs whole tensors",
@@ -1452,6 +1633,17 @@ def test_models_that_would_train_wrongly_are_refused(single, case):
             options=shard.ShardingOptions(**options),
         )
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "full_shard"])
+def test_buffers_may_share_memory(single, mode):
+    table = torch.linspace(0, 1, 8)
+    model = build()
+    for block in model.blocks:
+        block.register_buffer("table", table[None])
+    model = sharded(mode, model)
+    three_steps(model)
+    assert sum(torch.equal(buffer[0], table) for buffer in model.buffers()) == 2
 
 
 def test_buffers_that_no_checkpoint_has_get_their_values(single):
