@@ -37,6 +37,7 @@ from runtime import tensor_parallel
 from runtime.agreement import NO_REQUESTS, StepGuard, StepRequests, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import open_batches, steps_ahead
+from runtime.evaluation import open_evaluation
 from runtime.image_source import find_images
 from runtime.monitor import Monitor
 from runtime.resume import CheckpointSchedule, initial_values, list_newest_first, resume
@@ -302,7 +303,7 @@ def run_training(run: Run, session: Session) -> None:
         training = build_training(run, grid, resuming=bool(existing))
     if training and config.run_mode == "real":
         checkpoints = resume(existing, run, session, training)
-        if checkpoints.finished():
+        if checkpoints.finished(partial(open_evaluation, run, session, training.model)):
             return
     else:
         # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)

@@ -22,7 +22,7 @@ import shard
 import vit
 from downstream.scores import class_numbers
 from runtime import image_source, process
-from runtime.agreement import run_on_rank0
+from runtime.agreement import run_on_all_ranks, run_on_rank0
 from runtime.config import (
     RESULT,
     Config,
@@ -268,6 +268,14 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     device = session.device
     stats = pretrained.stats
     session.claim_folder(config.out)
+    step = run_on_rank0(lambda: pretrained.step)
+
+    def check_step() -> None:
+        if pretrained.step != step:
+            what = f"{pretrained.name} is still being trained: the ranks have read different steps"
+            raise ValueError(f"{what}: give one of its step_... folders")
+
+    run_on_all_ranks(check_step)
     # `stats`: images are normalised as in pretraining, whatever their own mean is
     find = partial(image_source.find_images, config, plain_run.global_batch, stats)
     files, facts = run_on_rank0(find)
@@ -281,7 +289,8 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     log.open(run, device)
     training = build_tuning(run, pretrained, device, resuming=bool(saved))
     checkpoints = resume(saved, run, session, training)
-    if checkpoints.finished():
+    open_scores = partial(Scores, run, session, training.model, test, numbers)
+    if checkpoints.finished(open_scores):
         return
 
     loaded = open_batches(run, session, files, range(checkpoints.begin, run.steps))
@@ -294,7 +303,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     for line in classes:
         log.say(line)
     monitor.evaluate_every = run.epoch_steps
-    monitor.evaluation = Scores(run, session, training.model, test, numbers)
+    monitor.evaluation = open_scores()
     with manual_gc():
         ended = train(run, training, monitor)
     monitor.finish(*ended)

@@ -8,6 +8,7 @@ and divided by their number.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 import data
 import shard
 import vit
-from runtime.agreement import gather_to_rank0
+from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, worker_count
 from runtime.eval_images import fixed_noise, open_eval_loader
+from runtime.image_source import list_eval_images
 from runtime.run import Run
 from runtime.session import Session
 
@@ -166,3 +168,12 @@ class Evaluation:
             f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the "
             f"visible patches {colour:.4f}) over {count} of {len(self.files)} images"
         )
+
+
+def open_evaluation(run: Run, session: Session, model: nn.Module) -> Evaluation | None:
+    """List the images of --eval-data and return their evaluation; None without them. Collective."""
+    folder = run.config.eval_data
+    if folder is None or run.config.run_mode != "real":
+        return None
+    files = run_on_rank0(partial(list_eval_images, folder, run.config))
+    return Evaluation(run, session, model, files)

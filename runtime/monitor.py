@@ -4,7 +4,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,17 +13,9 @@ from torch import nn
 from torch.profiler import record_function
 
 from runtime import devices
-from runtime.agreement import (
-    AgreedError,
-    StepGuard,
-    StepRequests,
-    StepResult,
-    gather_to_rank0,
-    run_on_rank0,
-)
+from runtime.agreement import AgreedError, StepGuard, StepRequests, StepResult, gather_to_rank0
 from runtime.device_batches import Batch
-from runtime.evaluation import Evaluation, average_baselines
-from runtime.image_source import list_eval_images
+from runtime.evaluation import average_baselines, open_evaluation
 from runtime.limits import LimitWarning
 from runtime.log import BadImageLog, Meter
 from runtime.profiling import WARM, RunProfile
@@ -73,9 +64,7 @@ class Monitor:
         config = self.run.config
         with self.meter.paused():
             self.baselines = average_baselines(self.run, self.batch)
-        if config.eval_data and config.run_mode == "real":
-            files = run_on_rank0(partial(list_eval_images, config.eval_data, config))
-            self.evaluation = Evaluation(self.run, self.session, model, files)
+        self.evaluation = open_evaluation(self.run, self.session, model)
         if config.profile and self.session.ranks.rank == 0:
             if self.checkpoints.begin + WARM < self.run.steps:
                 self.profile = RunProfile(self.run, self.session, self.meter, config.profile)

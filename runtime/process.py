@@ -153,6 +153,12 @@ REQUEUE_WAIT_SECONDS = 300.0
 SHOWN_AFTER_SECONDS = 30.0
 
 
+def is_restart() -> bool:
+    """Tell whether Slurm has requeued this job, or torchrun has started its ranks again."""
+    counts = [os.environ.get(f"{name}_RESTART_COUNT", "") for name in ("SLURM", "TORCHELASTIC")]
+    return any(count not in ("", "0") for count in counts)
+
+
 def read_owner(folder: str) -> str:
     """Return what `lock_folder` wrote about its process; an empty text if there is no lock."""
     try:
@@ -172,16 +178,17 @@ def check_shared(folder: str, owner: str) -> None:
         time.sleep(0.5)
 
 
-def lock_folder(folder: str) -> TextIO:
+def lock_folder(folder: str, requeue_wait: float = REQUEUE_WAIT_SECONDS) -> TextIO:
     """Make `folder`, and keep other runs out of it until the file returned is closed.
 
     The lock is an flock on FOLDER/.lock: it is released when this process ends, however it ends. A
-    lock that this Slurm job took before it was requeued is waited for. ValueError if another run
-    has the lock (it says which process), or if the folder cannot be written.
+    lock that this Slurm job took before it was requeued is waited for, up to `requeue_wait`
+    seconds. ValueError if another run has the lock (it says which process), or if the folder cannot
+    be written.
     """
     job = os.environ.get("SLURM_JOB_ID")
     job_suffix = f", Slurm job {job}" if job else ""
-    deadline = time.monotonic() + REQUEUE_WAIT_SECONDS
+    deadline = time.monotonic() + requeue_wait
     try:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, ".lock"), "a+")  # noqa: SIM115

@@ -26,6 +26,7 @@ from runtime.agreement import AgreedError, run_on_rank0
 from runtime.config import COMPARED, RESULT, names, save_interval
 from runtime.log import Log
 from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assumed, value_of
+from runtime.process import is_restart
 from runtime.run import Run
 from runtime.session import Session
 
@@ -65,7 +66,8 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
 def list_newest_first(run: Run, say: Say) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    AgreedError if --out must not hold any, or holds one further than the one to begin at.
+    AgreedError if --out must not hold any, or holds one further than the one to begin at. A job
+    that was started again by Slurm or torchrun goes on with what it has saved before.
     """
     what = run.config.resume
     out = run.config.out
@@ -74,13 +76,16 @@ def list_newest_first(run: Run, say: Say) -> list[Path]:
 
     def find() -> list[Path]:
         found: list[Path] = list(reversed(_retry(say, checkpoint.list_checkpoints, out)))
-        if what == "none" and found:
+        restart = is_restart()
+        if what == "none" and found and not restart:
             raise ValueError(f"{out} holds checkpoints of another run: use another --out")
         if what in ("auto", "none"):
             return found
         begin = Path(what)
         step = _retry(say, checkpoint.read_manifest, begin)["step"]
         further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
+        if further and restart:
+            return [*further, begin]
         if further:  # the run would remove them, or take them for its own
             advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
             raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
@@ -94,16 +99,17 @@ def read_run_state(
 ) -> dict[str, Any]:
     """`load` the first undamaged checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags" and "scaler"; step 0 if `found` is empty. Damaged checkpoints before it
-    are renamed, so none is ever overwritten, unless `load` is None. AgreedError if flags have
-    changed, if the one checkpoint asked for, or all, are damaged, or if one cannot be read now.
+    That is "step", "flags" and "scaler", and its "path"; step 0 if `found` is empty. Damaged
+    checkpoints before it are renamed, so none is ever overwritten, unless `load` is None.
+    AgreedError if flags have changed, if the one checkpoint asked for, or all, are damaged, or if
+    one cannot be read now.
     """
-    new = {"step": 0, "flags": {}, "scaler": None}
+    new = {"step": 0, "flags": {}, "scaler": None, "path": None}
     damaged: list[Path] = []
 
     def read(path: Path) -> dict[str, Any]:
         state = new | _retry(say, checkpoint.read_manifest, path)  # another program has no flags
-        return state | {"changes": _changes(path, state["flags"], run)}
+        return state | {"changes": _changes(path, state["flags"], run), "path": path}
 
     for path in found:
         try:
@@ -113,7 +119,8 @@ def read_run_state(
         except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
             error: Any = getattr(raised, "error", raised)  # the same on all ranks
             corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
-            if run.config.resume != "auto" or not corrupt:
+            asked_for = run.config.resume != "auto" and len(found) == 1
+            if asked_for or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised
             say(f"warning: skipping unreadable checkpoint {raised}")
             damaged.append(path)
@@ -157,6 +164,11 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     decisive = names(RESULT, table=type(run.config)) + images
     # RESULT are the flags that --help marks with a star. What follows from the mode is not listed.
     listed = {*decisive, *names(COMPARED), "mode", "world_size"}
+    if run.config.epochs and then.get("global_batch") not in (None, now["global_batch"]):
+        batch = then["global_batch"]
+        what = f"{path} was trained with a global batch of {batch}"
+        why = "--epochs would count its steps as larger or smaller ones"
+        raise ValueError(f"{what}, and {why}: give --global-batch {batch}, or --steps")
     changes = []
     refused = []
     for key in sorted(listed & then.keys() & now.keys()):
@@ -187,6 +199,9 @@ class CheckpointSchedule:
         self.run = run
         self.log = log
         self.begin = step
+        self.began_at: Path | None = None  # the checkpoint that was resumed
+        self.begins_in_out = True  # at a new run, or at a checkpoint in --out
+        self.logged = step  # the newest checkpoint that is in the log
         self.since = time.monotonic()  # the time of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
 
@@ -215,19 +230,25 @@ class CheckpointSchedule:
         if not self.saver:
             return None
         start = time.monotonic()
-        before = self.saver.saved
+        problems = self.saver.finish()
+        self.log_saved(start)
         scaler = self.scaler.state_dict() if self.scaler else None
         state = {"flags": self.run.record(), "scaler": scaler}
-        problems = self.saver.save(step, state, wait)
+        problems += self.saver.save(step, state, wait)
+        self.log_saved(start)
         self.since = time.monotonic()
-        if self.saver.saved > before:  # in the background: the one before is on disk by now
-            self.log.write("save", step=self.saver.saved, seconds=self.since - start)
         fatal = None
         if self.saver.failures >= MAX_CONSECUTIVE_FAILURES or (self.saver.failures and wait):
             fatal = problems.pop()
         for problem in problems:
             self.log.warn(f"{problem}; the run continues, the older checkpoints are kept")
         return fatal
+
+    def log_saved(self, start: float) -> None:
+        """Log a save that has succeeded, for which training has waited since `start`."""
+        if self.saver and self.saver.saved > self.logged:
+            self.logged = self.saver.saved
+            self.log.write("save", step=self.logged, seconds=time.monotonic() - start)
 
     def save_last(self, step: int) -> None:
         """Save before a failed run ends, unless that step is saved already. Collective."""
@@ -241,16 +262,31 @@ class CheckpointSchedule:
 
     def finish(self) -> None:
         """Wait for a save in the background, if any; warn if it failed. Collective."""
-        if self.saver:
-            for problem in self.saver.finish():
-                self.log.warn(problem)
+        if not self.saver:
+            return
+        start = time.monotonic()
+        for problem in self.saver.finish():
+            self.log.warn(problem)
+        self.log_saved(start)
 
-    def finished(self) -> bool:
-        """Tell whether no step is left to train, and if so print it."""
-        done = self.begin >= self.run.steps
-        if done:
-            self.log.say(f"already finished: all {self.run.steps} steps; {self.where(True)}")
-        return done
+    def finished(self, open_evaluation: Callable[[], Any]) -> bool:
+        """Tell whether no step is left to train, and if so print it. Collective.
+
+        `open_evaluation` returns the run's evaluation, or None. A run that was killed in its last
+        one has left no OUT/done: then it is done now.
+        """
+        steps = self.run.steps
+        if self.begin < steps:
+            return False
+        self.log.say(f"already finished: all {steps} steps; {self.where(True)}")
+        if self.begins_in_out:
+            out = self.run.config.out
+            evaluated = run_on_rank0(Path(out, "done").exists)
+            evaluation = None if evaluated else open_evaluation()
+            if evaluation:
+                evaluation(steps)
+            mark_done(out, True)
+        return True
 
     def where(self, finished: bool) -> str:
         """Say where the weights are, for the end."""
@@ -258,7 +294,7 @@ class CheckpointSchedule:
         if self.saver:
             newest = max(self.saver.saved, self.saver.on_disk)
         if newest == 0:
-            return "nothing saved"
+            return f"began at {self.began_at}, nothing saved" if self.began_at else "nothing saved"
         path = Path(self.run.config.out, f"step_{newest:08d}")
         if finished:
             return f"saved {path}"
@@ -294,8 +330,15 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     schedule = CheckpointSchedule(run, log, state["step"])
     session.where_saved = schedule.where
     session.finish_saves = schedule.finish
-    mark_done(config.out, schedule.begin >= run.steps)
-    if scaler and state["scaler"]:
+    schedule.began_at = state["path"]
+    if schedule.began_at:
+        folder = schedule.began_at.resolve().parent
+        schedule.begins_in_out = folder == Path(config.out).resolve()
+    if schedule.begin < run.steps:
+        mark_done(config.out, False)
+    # Below 1, overflows that had another cause have halved the scale again and again: gradients
+    # would underflow for thousands of steps. A new scale finds its level in a few.
+    if scaler and state["scaler"] and state["scaler"]["scale"] >= 1:
         scaler.load_state_dict(state["scaler"])
     schedule.scaler = scaler
     if config.save_every == "none":
@@ -308,8 +351,8 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
         group=session.gloo,
         background=config.async_save,
     )
-    # the newest checkpoint in --out; that of --resume PATH may lie elsewhere
-    schedule.saver.saved = schedule.begin if config.resume == "auto" else 0
+    if schedule.begins_in_out:  # --resume PATH may lie elsewhere
+        schedule.saver.saved = schedule.begin
     return schedule
 
 

@@ -67,7 +67,9 @@ class Session:
         self.heartbeat(f"preparing {out} for this run alone")
 
         def lock() -> str:
-            self.locks.append(process.lock_folder(out))
+            # no longer than the watchdog lets this phase last
+            wait = min(process.REQUEUE_WAIT_SECONDS, 3 * self.run.config.timeout)
+            self.locks.append(process.lock_folder(out, wait))
             return process.read_owner(out)
 
         owner = run_on_rank0(lock)
@@ -115,6 +117,8 @@ class Session:
         if self.ranks.world_size > 1:
             time.sleep(process.RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
+        if self.finish_saves:  # first, because give_up says what is saved
+            self.finish_saves()
         self.give_up(text)
 
 

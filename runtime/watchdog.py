@@ -99,7 +99,8 @@ class Watchdog:
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
             if self.world_size == 1:
                 continue
-            # ends the process unless this loop calls it again in time
+            # Ends the process unless this loop calls it again in time. Its clock runs on while a
+            # job is suspended, so a job that was suspended for longer ends when it continues.
             faulthandler.dump_traceback_later(2 * longest, exit=True, file=2)
             limit = longest if new or beat.phase == "saving" else self.seconds
             self.late = waited - limit

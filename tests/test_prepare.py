@@ -219,9 +219,10 @@ def test_a_list_of_bad_images_that_lost_a_part_is_continued(header, tmp_path):
     with open(tmp_path / "bad_images.csv", "w", newline="") as file:
         csv.writer(file).writerows([["path", "reason", "step"]] * header + rows)
         file.write("\0" * 50 + "\r\nroot/c.j")
-    run = SimpleNamespace(config=SimpleNamespace(out=str(tmp_path)))
-    bad = log.BadImageLog(run, SimpleNamespace(rank=0), str)
-    assert bad.known == {row[0] for row in rows}
+    names = [row[0] for row in rows]
+    run = SimpleNamespace(config=SimpleNamespace(out=str(tmp_path)), images=3)
+    bad = log.BadImageLog(run, SimpleNamespace(rank=0), [*names, "root/c.jpg"].__getitem__)
+    assert bad.known == set(names)
 
 
 # --- packs
