@@ -35,6 +35,8 @@ import torch
 
 import mesh
 import plan
+from planner.estimate import Plan
+from planner.machines import with_ranks_per_node
 from runtime import config, devices, process
 from runtime.config import int_in_range, number
 from sweeps import report, results, studies
@@ -56,6 +58,7 @@ def plan_point(point: Point, machine: str | None) -> Row:
 
     The id is a readable name and a hash of all flags: the same run has the same id everywhere.
     """
+    check_run_flags(point.words)
     words = [*point.words, "--world-size", str(point.nodes * point.ranks)]
     if machine:
         words += ["--machine", machine]
@@ -63,6 +66,9 @@ def plan_point(point: Point, machine: str | None) -> Row:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
     flags, planned = plan.read_command(words)
+    if point.nodes > 1:
+        used = with_ranks_per_node(planned.machine, point.ranks)
+        planned = Plan(planned.run, used, planned.memory_gib)
     row: Row = asdict(flags)
     row.pop("machine")  # of the plan, not of the run
     row["id"] = point_id(point, row)
@@ -70,13 +76,25 @@ def plan_point(point: Point, machine: str | None) -> Row:
     row["words"] = point.words
     row["nodes"] = point.nodes
     row["ranks"] = point.ranks
-    if row["batch"] is None:
-        row["batch"] = config.DEFAULT_BATCH
+    row["batch"] = planned.run.batch
     row["planned_gib"] = planned.peak_gib
     row["fit"] = planned.fit
     if machine:
         row["planned_images_per_second"] = planned.images_per_second
     return row
+
+
+# flags of train_fsdp.py that a sweep sets itself
+SET_HERE = ("out", "resume", "save_every", "world_size", "dry_run")
+
+
+def check_run_flags(words: Sequence[str]) -> None:
+    """Refuse flags that train_fsdp.py does not have, or that a sweep sets itself; SystemExit."""
+    parser = config.Parser("sweep.py")
+    config.add_flags(parser, config.Config, left_out=SET_HERE)
+    _, others = parser.parse_known_args(words)
+    if others:
+        parser.error(f"{others[0]} is no flag of a run, or one that a sweep sets: leave it out")
 
 
 def point_id(point: Point, flags: Row) -> str:
@@ -128,11 +146,10 @@ def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
     words = [*row["words"], "--resume", "none", "--save-every", "none", "--out", str(out)]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return ["bash", str(HERE / "launch_frontier.sh"), *words], job_environment(row)
-    command = [sys.executable]
-    if row["ranks"] > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(row["ranks"]), "--"]
-    return [*command, str(TRAIN), *words], {"OMP_NUM_THREADS": "1"} | os.environ
+    # one rank too: alone it would believe that the tasks of an allocation around us are its ranks
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(row["ranks"]), "--", str(TRAIN)]
+    return [*command, *words], {"OMP_NUM_THREADS": "1"} | os.environ
 
 
 def job_environment(row: Row) -> dict[str, str]:
@@ -153,6 +170,10 @@ def job_environment(row: Row) -> dict[str, str]:
 def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     """Run a point; return its row. FileExistsError where another sweep has begun it."""
     folder = out / "runs" / row["id"]
+    try:  # held as long as the point runs
+        lock = process.lock_folder(str(out / "locks" / row["id"]), requeue_wait=0)
+    except ValueError as error:
+        raise FileExistsError(f"{row['id']} is running: {error}") from None
     if args.retry and results.with_state(out, row)["state"] in RETRIED:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -184,6 +205,7 @@ def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     result["cores"] = int(environ.get("SLURM_CPUS_ON_NODE") or mesh.process_cores())
     result["load_after"], _, _ = os.getloadavg()
     results.write_lines(folder / "result.json", [result])
+    lock.close()
     return results.with_state(out, row)
 
 
@@ -235,13 +257,19 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
         return 0
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{len(rows)}] {row['id']:50}", end=" ", flush=True)
-        row = run_point(out, row, args)
+        try:
+            row = run_point(out, row, args)
+        except FileExistsError as error:
+            print(f"skipped: {error}", flush=True)
+            continue
         result = row["reason"]
         if not result:
             result = f"{row.get('images_per_second', math.nan):.1f} img/s"
         print(f"{row['state']}  {result}", flush=True)
-    states = report.write_page([out], None)
-    if any(state in RETRIED for state in states):
+    rows = results.read_rows(out)
+    if any(row.get("images_per_second") for row in rows):
+        report.write_page([out], None)
+    if any(row["state"] in RETRIED for row in rows):
         print("--retry runs again what has failed, timed out or is unfinished")
         return 1
     return 0

@@ -26,7 +26,9 @@ from planner.machines import (
     nearest_machine,
     read_machine,
     ring_links,
+    rings_leaving_node,
     wire_bytes,
+    with_ranks_per_node,
 )
 from planner.memory import GIB, StepMemory, host_bytes, states_held
 from planner.traffic import (
@@ -153,9 +155,7 @@ def collective_seconds(machine: Machine, world_size: int, c: PlannedCollective) 
     speeds = {level: machine.link_speed(level, c.kind) for level in used}
     rates = {level: speed.bytes_per_second for level, speed in speeds.items()}
     if "network" in rates:
-        # several groups share the network of a node, unless one group fills the node
-        local = min(c.ranks, max(1, machine.ranks_per_node / c.stride))
-        rates["network"] *= local / machine.ranks_per_node
+        rates["network"] /= rings_leaving_node(machine, world_size, c.ranks, c.stride)
     widest = speeds[used[-1]]
     seconds = widest.launch_seconds + hop_count(c.kind, c.ranks) * widest.hop_seconds
     seconds += wire_bytes(c.kind, c.payload, c.ranks) / min(rates.values())
@@ -403,6 +403,8 @@ def plan_this_run(run: Any, device: torch.device | None, ran_out: bool) -> dict[
     else:
         peak, _ = devices.peak_flops(device)
         machine = nearest_machine(peak, gib)
+    if run.world_size > run.node_ranks:  # nodes may have fewer GPUs, or a job may use fewer
+        machine = with_ranks_per_node(machine, run.node_ranks)
     plan = Plan(PlannedRun.from_flags(run.vit_config, run.record()), machine, gib)
     found = plan.json()
     found["fit"] = describe_fit(plan, run.config.global_batch is not None, ran_out)

@@ -278,14 +278,19 @@ def machine_file(like: Machine, changes: dict[str, Any], not_measured: list[str]
     return json.dumps(rounded, indent=2) + "\n"
 
 
+def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
+    """Return a machine of which a job uses so many ranks on each node."""
+    package = machine.ranks_per_package
+    if ranks % package:
+        package = 1
+    return replace(machine, ranks_per_node=ranks, ranks_per_package=package)
+
+
 # --- Rings
 
 
-@lru_cache(maxsize=1024)
-def ring_links(
-    machine: Machine, world_size: int, ranks: int, stride: int
-) -> tuple[float, float, float]:
-    """Return which share of all hops goes over each of LINKS, if every group is a ring.
+def ring_neighbours(world_size: int, ranks: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return each rank and the one that it sends to, (N,) both, if every group is a ring.
 
     A group has `ranks` ranks, each `stride` after the one before: 1 in a shard group, the size of
     a shard group in a replicate group (see mesh.py).
@@ -293,6 +298,24 @@ def ring_links(
     rank = np.arange(world_size)
     last = rank // stride % ranks == ranks - 1
     following = rank + np.where(last, -(ranks - 1) * stride, stride)  # from last to first
+    return rank, following
+
+
+@lru_cache(maxsize=1024)
+def rings_leaving_node(machine: Machine, world_size: int, ranks: int, stride: int) -> int:
+    """Count the rings that leave the same node, at most: they share its network."""
+    rank, following = ring_neighbours(world_size, ranks, stride)
+    node = rank // machine.ranks_per_node
+    leaving = node != following // machine.ranks_per_node
+    return int(np.bincount(node[leaving]).max())
+
+
+@lru_cache(maxsize=1024)
+def ring_links(
+    machine: Machine, world_size: int, ranks: int, stride: int
+) -> tuple[float, float, float]:
+    """Return which share of all hops in the rings of `ring_neighbours` goes over each of LINKS."""
+    rank, following = ring_neighbours(world_size, ranks, stride)
     package, node = (
         float(np.mean(rank // unit == following // unit))
         for unit in (machine.ranks_per_package, machine.ranks_per_node)

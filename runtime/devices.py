@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 # Dense bf16 peak, in FLOP/s, of what torch counts as one device: one MI250X is two (GCDs).
-# The first key contained in torch's device name wins, so longer names come before their prefixes.
+# The first key that is in torch's device name, as whole words, wins. So longer names come before
+# their prefixes.
 PEAK_FLOPS = {
     "MI250X": (191.5e12, "OLCF Frontier user guide, per GCD"),
     "MI300A": (980.6e12, "AMD MI300A data sheet"),
@@ -19,7 +20,9 @@ PEAK_FLOPS = {
     "H100 PCIe": (756e12, "NVIDIA H100 data sheet, PCIe"),
     "H100 NVL": (835.5e12, "NVIDIA H100 NVL data sheet"),
     "H100": (989e12, "NVIDIA H100 data sheet, SXM"),
-    "H200": (989e12, "NVIDIA H200 data sheet, SXM"),  # GH200 too
+    "H200 NVL": (835.5e12, "NVIDIA H200 data sheet, NVL"),
+    "H200": (989e12, "NVIDIA H200 data sheet, SXM"),
+    "GH200": (989e12, "NVIDIA GH200 data sheet"),
     "RTX 4090 D": (147.1e12, "NVIDIA Ada whitepaper, 114 of the RTX 4090's 128 multiprocessors"),
     "RTX 4090": (165.2e12, "NVIDIA Ada whitepaper, fp32 accumulation"),
     "GB200": (2500e12, "NVIDIA GB200 data sheet, half of two GPUs' 5000"),
@@ -35,7 +38,7 @@ def peak_flops(device: torch.device | None) -> tuple[float | None, str | None]:
         if "Laptop" in name or " MIG " in name:
             return None, None
         for part, known in PEAK_FLOPS.items():
-            if part in name:
+            if re.search(rf"\b{part}\b", name):
                 return known
     return None, None
 

@@ -11,7 +11,15 @@ import numpy as np
 
 from checkpoint import atomic_write
 from sweeps import results
-from sweeps.results import SETTINGS, Bottleneck, Row, find_bottlenecks, step_seconds, uncertainty
+from sweeps.results import (
+    INPUT,
+    SETTINGS,
+    Bottleneck,
+    Row,
+    find_bottlenecks,
+    step_seconds,
+    uncertainty,
+)
 
 # --- Figures
 
@@ -41,7 +49,7 @@ CAPTIONS = {
 def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
     """Label each row: its sharding, like `hybrid 2`, and all else in which the rows differ."""
     shown = []
-    for name in ("source", "run_mode", "world_size", *SETTINGS, "caveat"):
+    for name in ("source", "run_mode", "world_size", *SETTINGS, *INPUT, "caveat"):
         values = {row[name] for row in rows if row.get(name) is not None}
         if len(values) > 1 and name not in ("mode", "group", *left_out):
             shown.append(name)
@@ -220,8 +228,13 @@ def write_page(folders: Sequence[Path], out: Path | None) -> Counter[str]:
     ValueError where no point has a result.
     """
     rows: list[Row] = []
+    names = Counter(folder.resolve().name for folder in folders)
     for folder in folders:
-        rows += results.read_rows(folder)
+        found = results.read_rows(folder)
+        if names[folder.resolve().name] > 1:  # such as sweep_scaling of two machines
+            for row in found:
+                row["source"] = str(folder.parent / row["source"])
+        rows += found
     states = Counter(row["state"] for row in rows)
     print(", ".join(f"{count} {state}" for state, count in states.items()))
     for row in rows:

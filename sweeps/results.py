@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ Row = dict[str, Any]
 SHARDING = config.names(config.SHARDING)  # the flags that say how a run is sharded
 # two runs are compared if these flags are equal
 SETTINGS = config.names(config.COMPARED, config.SHARDING)
+INPUT = ("data", "workers", "exact_decode")  # flags that change only how images are read
 MEMORY_STATES = ("out of memory", "skipped")
 OUT_OF_MEMORY = re.compile("out.?of.?memory|allocate memory|MemoryError|oom.kill", re.I)
 WARM_UP = 0.25  # of the steps, and at least one line: clocks, caches, compilers
@@ -223,8 +225,17 @@ def find_bottlenecks(rows: Sequence[Row]) -> list[tuple[list[Row], Bottleneck]]:
         if known and row["studies"] != ["options"] and not row.get("caveat"):
             ended.append(row)
     columns = ("source", "world_size", "nodes", *SETTINGS)
-    settings = group_by(ended, partial(values_of, columns=columns))
-    return [(group, find_bottleneck(group)) for group in settings.values()]
+    settings: list[list[Row]] = []
+    for some in group_by(ended, partial(values_of, columns=columns)).values():
+        # a syn run reads no images: it is compared with each way of reading them
+        reading = [row for row in some if row["run_mode"] != "syn"]
+        ways = dict.fromkeys(values_of(row, INPUT) for row in reading)
+        for way in ways:
+            belongs = [row["run_mode"] == "syn" or values_of(row, INPUT) == way for row in some]
+            settings.append([*compress(some, belongs)])
+        if not ways:
+            settings.append(some)
+    return [(group, find_bottleneck(group)) for group in settings]
 
 
 def find_bottleneck(rows: Sequence[Row]) -> Bottleneck:

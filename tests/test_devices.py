@@ -24,6 +24,10 @@ PEAKS = {
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "", 16): None,
     ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "", 42): None,
     ("NVIDIA GeForce RTX 4090 D", "", 114): 147.1e12,
+    ("NVIDIA H200 NVL", "", 132): 835.5e12,
+    ("NVIDIA GH200 480GB", "", 132): 989e12,
+    ("NVIDIA A100-SXM4-80GB", "", 108): 312e12,
+    ("NVIDIA RTX A1000", "", 18): None,
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "", 76): None,
 }
 

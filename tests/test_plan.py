@@ -319,6 +319,35 @@ def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
         assert sent == pytest.approx(payload * 15 / 16)
 
 
+@pytest.mark.parametrize("node", [3, 4, 8])
+def test_the_network_of_a_node_is_shared_by_the_rings_that_leave_it(node):
+    """Counted one by one, also for groups that are not aligned with nodes."""
+    machine = machines.with_ranks_per_node(FRONTIER, node)
+    for world in (24, 96):
+        for ranks in (2, 3, 6, 12, world):
+            for stride in (1, world // ranks):
+                leaving: collections.Counter[int] = collections.Counter()
+                groups = world // ranks
+                for group in range(groups):
+                    first = group * ranks if stride == 1 else group
+                    ring = [first + i * stride for i in range(ranks)]
+                    for sender, receiver in zip(ring, [*ring[1:], ring[0]], strict=True):
+                        leaving[sender // node] += sender // node != receiver // node
+                most = max(leaving.values())
+                if most:
+                    found = machines.rings_leaving_node(machine, world, ranks, stride)
+                    assert found == most, (world, ranks, stride)
+
+
+def test_a_run_is_planned_with_the_ranks_that_its_nodes_have():
+    """3b in groups of 4 on two nodes of 4 GPUs: gradients cross the network, parameters do not."""
+    config = Config(model="3b", mode="hybrid", group=4, batch=2, machine="dgx-a100-80")
+    found = try_plan(resolve(config, 8, 4), None, print)
+    sent = found["traffic_bytes_per_rank"]
+    assert sent["all_reduce"]["node"] == sent["all_gather"]["network"] == 0
+    assert sent["all_reduce"]["network"] > 0 and sent["all_gather"]["node"] > 0
+
+
 # --- machines
 
 

@@ -231,6 +231,7 @@ def test_the_ranks_have_their_address_though_sbatch_exports_a_list(case):
 JOB = {"JOB_ID": "7", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "8", "SUBMIT_DIR": str(ROOT)}
 SRUN = """#!/bin/bash
 echo "$*, exports ${SLURM_EXPORT_ENV-all}, at $MASTER_ADDR:$MASTER_PORT, NCCL_NET ${NCCL_NET-unset}"
+echo "GPUs by variable: ${SLURM_GPUS-}${SLURM_GPUS_PER_TASK-}${SLURM_TRES_PER_TASK-}none"
 case "$*" in *--dry-run*) exit "${DRY:-0}" ;; esac
 """
 
@@ -303,7 +304,9 @@ def test_two_rounds_without_progress_are_the_last(tmp_path):
 
 
 def test_srun_hands_everything_on_though_sbatch_exports_a_list(tmp_path):
-    _, output = pretend(tmp_path, {"SLURM_EXPORT_ENV": "PATH", "PREFLIGHT": "yes"})
+    given = {"SLURM_EXPORT_ENV": "PATH", "PREFLIGHT": "yes", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+    _, output = pretend(tmp_path, given)
+    assert "GPUs by variable: none" in output
     assert output.count(", exports all, at ") == 2  # the dry run, the ranks
 
 

@@ -132,6 +132,8 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
     first, other = results.add_points(tmp_path, rows)
     assert first["studies"] == ["io", "scaling"] and first["model"] == "tiny"
     assert other["batch"] == 9 and other["id"] != first["id"]
+    words = ["--model", "tiny", "--mode", "ddp", "--global-batch", "4096"]
+    assert sweep.plan_point(studies.Point("io", 1, 4, words), None)["batch"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,13 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("scaling --nodes 2", "add --sbatch"),
         ("io --data no", "there is no folder no"),
         ("report .", "results.jsonl"),
+        ("scaling -- --encoder-only", "--encoder-only is no flag of a run"),
+        ("scaling -- --memory-gib 8", "--memory-gib is no flag of a run"),
+        (
+            "scaling -- --world-size 64",
+            "--world-size is no flag of a run, or one that a sweep sets",
+        ),
+        ("scaling -- --resume x", "--resume is no flag of a run, or one that a sweep sets"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
@@ -236,6 +245,23 @@ def test_what_fails_or_cannot_fit_runs_when_asked(tmp_path, stand_in, monkeypatc
     assert states(out) == ["done", "skipped", "skipped", "timed out"]
 
 
+def test_a_point_that_is_running_is_not_started_again(tmp_path, stand_in):
+    out = tmp_path / "out"
+    command = ["scaling", "--models", "tiny", "--ranks", "1", "--data", "synthetic"]
+    command += ["--out", str(out)]
+    program = [sys.executable, str(tmp_path / "sweep.py"), *command]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(program, env=single_environment() | {"NAP": "60"}, **quiet)
+    wait_for(lambda: stand_in.read_text().count("\n") == 1)
+    said = here(*command, "--retry", status=1)
+    assert "is running: " in said and states(out) == ["done", "unfinished"]
+    assert first.poll() is None
+    first.terminate()
+    first.wait()
+    here(*command, "--retry")
+    assert states(out) == ["done", "done"]
+
+
 @pytest.mark.full
 def test_matplotlib_is_asked_for_only_where_it_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -284,6 +310,36 @@ def test_limits_by_hand(rows, word, parts):
     if parts:
         names = ("compute", "communication", "input")
         assert tuple(limit.seconds.get(name) for name in names) == pytest.approx(parts)
+
+
+def test_each_way_of_reading_is_a_setting_of_its_own():
+    few, many = {"workers": 2}, {"workers": 8}
+    rows = [row("syn", 80), ALONE]
+    rows += [row("real", 40, **few), row("io", 41, **few)]
+    rows += [row("real", 76, **many), row("io", 400, **many)]
+    results.add_ideal(rows)
+    found = {some[-1].get("workers"): limit.name for some, limit in results.find_bottlenecks(rows)}
+    assert found[2] == "input" and found[8] == "compute"
+    labels = report.series_labels([r for r in rows if r["run_mode"] == "real"])
+    assert len(set(labels)) == 2
+
+
+def test_sweeps_of_two_machines_are_not_mixed(tmp_path):
+    """Although their folders have the same name."""
+    alone = []
+    for host, rates in ("a", (100, 780)), ("b", (1000, 7000)):
+        folder = tmp_path / host / "sweep_scaling"
+        folder.mkdir(parents=True)
+        rows = [row("syn", rate, world) for rate, world in zip(rates, (1, 8), strict=True)]
+        rows = [r | {"id": f"{host}{r['world_size']}", "model": "base", "reason": ""} for r in rows]
+        rows = [r | {"studies": ["scaling"], "source": "sweep_scaling"} for r in rows]
+        results.write_lines(folder / "results.jsonl", rows)
+        results.add_ideal(rows)
+        alone += [r["efficiency"] for r in rows]
+    folders = [tmp_path / host / "sweep_scaling" for host in "ab"]
+    here("report", *folders, "--out", tmp_path)
+    joined = [r["efficiency"] for r in results.read_lines(tmp_path / "results.jsonl")]
+    assert joined == alone == [1, 0.975, 1, 0.875]
 
 
 def test_ranks_that_share_cores_are_no_more_devices():
