@@ -751,26 +751,32 @@ def describe_tiff(image: Any) -> str | None:
     # the image itself may be in a page of its own, which only its thumbnail leads to
     if (sizes or Tag.SubIFDs in tags) and is_overview_or_mask(tags):
         return "TIFF whose first page is a thumbnail"
-    pages = pages_in_description(tags, samples)
+    pages = pages_in_description(image)
     if pages > 1:
         return f"TIFF with {pages} pages, of which only the first has a directory,"
     return None
 
 
-def pages_in_description(tags: Any, samples: int) -> int:
+def pages_in_description(image: Any) -> int:
     """Count the pages that ImageJ or tifffile mention in a TIFF's description; 1 if they do not.
 
-    Both may write a stack of pages as one block of pixels that has only one directory.
+    Both may write a stack of pages as one block of pixels that has only one directory. Programs
+    that cut a piece out of an image may copy its description, so the pixels must be there too.
     """
-    text = str(tags.get(Tag.ImageDescription, ""))
+    text = str(image.tag_v2.get(Tag.ImageDescription, ""))
+    page = image.width * image.height * len(image.getbands())  # bytes
+    pages = 1
     by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
-    if text.startswith("ImageJ=") and by_imagej:
-        return int(by_imagej[1])
     by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
-    if by_tifffile:
-        values = math.prod(int(side) for side in by_tifffile[1].split(","))
-        return values // (tags[Tag.ImageWidth] * tags[Tag.ImageLength] * samples)
-    return 1
+    if text.startswith("ImageJ=") and by_imagej:
+        pages = int(by_imagej[1])
+    elif by_tifffile:
+        pages = math.prod(int(side) for side in by_tifffile[1].split(",")) // page
+    first = image.tag_v2.get(Tag.StripOffsets, (0,))[0]
+    compressed = image.tag_v2.get(Tag.Compression, 1) != 1
+    if pages <= 1 or compressed or image.fp is None:
+        return 1
+    return pages if first + pages * page <= image.fp.seek(0, os.SEEK_END) else 1
 
 
 def is_overview_or_mask(tags: Any) -> bool:
@@ -838,7 +844,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return the number of components in a JPEG 2000, and the bits and signedness of each.
+    """Return a JPEG 2000's number of components, and the bits and signedness that all of them have.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
@@ -891,11 +897,12 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 def check_alpha(image: Image.Image) -> None:
     """Raise NeedsPackingError if alpha is probably data.
 
-    It is if it has values other than 0 and 255, or hides all pixels, although they have colours.
+    It is if it has values other than 0 and 255, or hides all pixels, although their colours differ.
     """
-    *colours, alpha = image.convert("RGBA").split()
-    counts = alpha.histogram()
-    hides_all = not counts[255] and any(colour.getbbox() for colour in colours)
+    bands = image.convert("RGBA")
+    counts = bands.getchannel("A").histogram()
+    ranges: Any = bands.convert("RGB").getextrema()  # (lowest, highest) of each colour
+    hides_all = not counts[255] and any(low < high for low, high in ranges)
     if any(counts[1:255]) or hides_all:
         found = f"{image.format} with {len(image.getbands())} bands, the last mislabelled as alpha,"
         raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
@@ -907,7 +914,8 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
     tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
     is faster, and the result differs by less than 1 grey level (of 255) on average. torchvision
-    decodes at full size, and so does `exact`, which an image needs that the caller still uses.
+    decodes at full size, and so does `exact`; give it if the caller still uses the image, because
+    draft() changes it.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):

@@ -699,7 +699,7 @@ def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     if hasattr(model, "loop_checks"):
         own: Any = model.loop_checks
         return {own}
-    # parameters carry the checks of a sharded model that contains this one
+    # parameters lead to the checks of a sharded model that contains this one
     holders: list[Any] = [*model.modules(), *model.parameters()]
     found: set[_LoopChecks] = set()
     for holder in holders:
@@ -1109,9 +1109,10 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
-#   tried                 on an optimizer that changes sharded tensors as it changes whole ones
+#   tried                 on an optimizer that needs no further trial on parts of tensors
 #   elementwise           set by a user on an optimizer that does not need whole tensors
-#   per_rank              set by a user on an optimizer that one rank has, or each for itself
+#   per_rank              set by a user on an optimizer that only one rank has, or that each rank
+#                         has for parameters of its own
 
 FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
 LATER_STEPS = 1000  # ... and in every step whose number is a multiple of this
@@ -1252,7 +1253,7 @@ class _LoopChecks:
         self.note_trains()
         self.check_parameters()
         self.check_attributes()
-        if self.sharded or self.trains:  # one rank alone may evaluate a model of DDP
+        if self.sharded or self.trains:  # one rank alone may call a model of DDP without gradients
             _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
@@ -1368,8 +1369,8 @@ class _LoopChecks:
             )
         self.update_usage()
         if self.fsdp2:
-            # A call with gradients but without backward() leaves units gathered, and the step would
-            # make these values stale. So does a method of register_fsdp_forward_method.
+            # A call with gradients but without backward() leaves units gathered, as does a method
+            # given to register_fsdp_forward_method; the step would make these values stale.
             # reshard() does nothing where a backward pass has resharded.
             for unit in self.units:
                 unit.reshard()
@@ -1420,7 +1421,8 @@ class _LoopChecks:
         if self.fsdp2 and _is_gathered_by_fsdp2(now, self.units):
             return
         # pruning and parametrizations keep the parameter under another name, and DDP averages it
-        if not self.fsdp and any(p is own for own in self.model.parameters()):
+        is_computed = not isinstance(now, nn.Parameter)
+        if not self.fsdp and is_computed and any(p is own for own in self.model.parameters()):
             return
         # If an FSDP1 unit gathers nothing, it computes with views of its parameters until backward.
         is_view = self.fsdp1 and _same_memory(now, p)
@@ -1514,10 +1516,8 @@ class _LoopChecks:
                     own_attributes.add(name)  # FSDP1 adds some in its first call
                     continue
                 inside = getattr(inner, name)
-                if isinstance(value, int | float | str):
-                    differs = inside != value
-                else:
-                    differs = inside is not value
+                plain = type(inside) is type(value) and isinstance(value, int | float | str | tuple)
+                differs = inside is not value and not (plain and inside == value)
                 if differs and not callable(value):  # a callable is meant for the wrapper
                     raise RuntimeError(
                         f"{name} was set on {type(wrapper).__name__}, and the "
@@ -1788,9 +1788,10 @@ def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
         for container, before in calls.pop():
             if id(container) in returned:  # so the caller gets what was written
                 continue
-            now = _items(container)
-            same_length = len(now) == len(before)
-            if not same_length or any(a is not b for a, b in zip(now, before, strict=True)):
+            rest = iter(before)
+            # what is only taken out is not lost: the caller still has it
+            only_removed = all(any(item is old for old in rest) for item in _items(container))
+            if not only_removed:
                 raise RuntimeError(
                     f"{type(module).__name__} wrote into a {type(container).__name__} that it was "
                     "given, but FSDP passes only a copy of it: return the result instead"
@@ -1805,13 +1806,19 @@ def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists, dicts, sets and dataclasses among values, and those inside them."""
-    for value in values:
+    """Yield the lists, dicts, sets and dataclasses among values, and those inside them, once."""
+    waiting = [*values]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         is_record = is_dataclass(value) and not isinstance(value, type)
         if isinstance(value, dict | list | set) or is_record:
             yield value
         if isinstance(value, dict | list | set | tuple) or is_record:
-            yield from _containers(_items(value))
+            waiting += _items(value)
 
 
 def _items(container: Any) -> list[Any]:
@@ -1862,7 +1869,7 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
             "returned, and each rank would train its own copy: put it into the model before "
             "shard.apply"
         )
-    if hasattr(optimizer, "per_rank"):
+    if getattr(optimizer, "per_rank", False):
         return
     # If all ranks call a sharded model between an optimizer's steps, the optimizer belongs to that
     # model's loop, on all ranks. Any other optimizer, such as that of a probe on stored features,
@@ -1890,7 +1897,8 @@ def _check_whole_tensors(
     """Raise RuntimeError for an optimizer that needs whole tensors, but would get only parts.
 
     FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2 gives it
-    DTensors: operations on them give the same results as on whole tensors, but .item() does not.
+    DTensors: operations on them give what they give on whole tensors, but .item() gives a rank's
+    own part of a sum.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     if zero1 and any(checks.fsdp for checks in checks_of_models):
@@ -1904,14 +1912,20 @@ def _check_whole_tensors(
     has_dtensors = any(checks.fsdp2 and checks.sharded for checks in checks_of_models)
     if has_dtensors and not _steps_equally_on_dtensors(inner):
         raise RuntimeError(
-            f"{name} changes FSDP2's sharded tensors differently from whole ones, as it would with "
-            "the .item() of a norm: use .full_tensor() in it, mode ddp, or another optimizer"
+            f"{name} gives another result on FSDP2's sharded tensors than on whole ones, for "
+            "example because it calls .item() on a norm: use .full_tensor() there, or mode ddp; if "
+            "it updates each element independently, set optimizer.elementwise = True"
         )
+    if zero1 or flattened:
+        _check_parts(inner, flattened)
     optimizer.tried = True  # type: ignore[attr-defined]
-    if not (zero1 or flattened):
-        return
+
+
+def _check_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> None:
+    """Raise RuntimeError for an optimizer that changes parts of tensors unlike whole ones."""
+    name = type(optimizer).__name__
     try:
-        elementwise = _steps_equally_on_parts(inner, flattened)
+        elementwise = _steps_equally_on_parts(optimizer, flattened)
     except Exception as error:
         raise RuntimeError(
             f"{name} could not be tried on parts of tensors, which zero1 and FSDP1 give it "
@@ -1967,9 +1981,10 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
 def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     """Find out by trial whether an optimizer changes DTensors as it would change whole ones.
 
-    Collective. True also if the trial fails: then the step itself will fail, with that error.
+    Collective. True also if the trial fails: nothing is known then.
     """
-    indices = [torch.arange(12).view(3, 4), torch.arange(12, 16).view(2, 2)]
+    rows = max(3, dist.get_world_size())  # so that no rank's part is empty
+    indices = [torch.arange(4 * rows).view(rows, 4), torch.arange(4 * rows, 6 * rows).view(rows, 2)]
     for group in optimizer.param_groups:
         sharded = next((p for p in group["params"] if isinstance(p, DTensor)), None)
         if sharded is None:
@@ -1997,8 +2012,8 @@ def _change_in_trial(
     """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
     The copy has one parameter group, with these elements and the settings of `group`. The elements'
-    values and gradients follow from the indices; `shard_tensor` makes DTensors of them. Returns
-    (16,) in fp64, zero at all other indices.
+    values and gradients follow from the indices; `shard_tensor` makes DTensors of them. Returns the
+    changes by index in fp64, zero at all other indices below the highest.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [index.to(device, torch.float64) for index in indices]
@@ -2016,7 +2031,8 @@ def _change_in_trial(
         for p, angle in zip(parameters, angles, strict=True):
             p.grad = p.detach() + torch.sin(angle * factor) / 2
         step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
-    change = torch.zeros(16, dtype=torch.float64)
+    count = max(16, 1 + max(int(index.max()) for index in indices))
+    change = torch.zeros(count, dtype=torch.float64)
     for p, angle, index in zip(parameters, angles, indices, strict=True):
         difference = p.detach() - angle.cos()
         if isinstance(difference, DTensor):

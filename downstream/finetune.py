@@ -268,7 +268,7 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     device = session.device
     stats = pretrained.stats
     session.claim_folder(config.out)
-    step = run_on_rank0(lambda: pretrained.step)
+    step = run_on_rank0(lambda: pretrained.step)  # rank 0's
 
     def check_step() -> None:
         if pretrained.step != step:

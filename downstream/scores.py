@@ -124,8 +124,8 @@ def class_numbers(test: Any, train: Any) -> list[int]:
             raise ValueError(f"{files.root} has images outside of a folder of their class")
     if test is not train and have_same_images(test, train):
         raise ValueError(
-            f"--test {test.root} has images of --data {train.root}, and a model knows those: give "
-            "other images"
+            f"--test {test.root} has images of --data {train.root}, on which the model is trained: "
+            "give other images"
         )
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:

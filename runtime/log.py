@@ -217,9 +217,9 @@ class BadImageLog:
                 # A node that was lost may have left no header, or zeros in place of text.
                 rows = csv.reader(line.replace("\0", "") for line in file)
                 whole = [row for row in rows if len(row) == len(COLUMNS) and row != COLUMNS]
-            if whole:  # those of images that are still in the data set, under the same path
-                listed = {row[0] for row in whole}
-                self.known = {name_of(i) for i in range(run.images)} & listed
+            listed = {row[0] for row in whole}
+            if listed:  # count those that are still in the data set, under the same path
+                self.known = {path for path in map(name_of, range(run.images)) if path in listed}
 
     def open(self, mode: str) -> IO[str]:
         """Open the list; a path in it may have any bytes."""

@@ -153,10 +153,29 @@ REQUEUE_WAIT_SECONDS = 300.0
 SHOWN_AFTER_SECONDS = 30.0
 
 
-def is_restart() -> bool:
-    """Tell whether Slurm has requeued this job, or torchrun has started its ranks again."""
-    counts = [os.environ.get(f"{name}_RESTART_COUNT", "") for name in ("SLURM", "TORCHELASTIC")]
-    return any(count not in ("", "0") for count in counts)
+def launchers() -> dict[str, str]:
+    """Name what has started this process: a Slurm job, the torchrun of this node, both or none.
+
+    The keys are how their environment variables begin.
+    """
+    found = {}
+    if "SLURM_JOB_ID" in os.environ:
+        found["SLURM"] = f"Slurm job {os.environ['SLURM_JOB_ID']}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        found["TORCHELASTIC"] = f"torchrun {os.getppid()} on {platform.node()}"
+    return found
+
+
+def is_restart(earlier: str) -> bool:
+    """Tell whether Slurm or torchrun has started this process again.
+
+    `earlier` has a line for each of the `launchers` of the process that began.
+    """
+    for launcher, name in launchers().items():
+        count = os.environ.get(f"{launcher}_RESTART_COUNT", "0")
+        if count != "0" and name in earlier.splitlines():
+            return True
+    return False
 
 
 def read_owner(folder: str) -> str:

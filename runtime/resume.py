@@ -23,10 +23,10 @@ from torch import Tensor
 import checkpoint
 import vit
 from runtime.agreement import AgreedError, run_on_rank0
-from runtime.config import COMPARED, RESULT, names, save_interval
+from runtime.config import COMPARED, RESULT, Config, names, save_interval
 from runtime.log import Log
 from runtime.pretrained import Pretrained, check_fits, read_pretrained, say_assumed, value_of
-from runtime.process import is_restart
+from runtime.process import is_restart, launchers
 from runtime.run import Run
 from runtime.session import Session
 
@@ -63,35 +63,48 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     return value
 
 
-def list_newest_first(run: Run, say: Say) -> list[Path]:
+def list_newest_first(run: Run, say: Say, begins: bool = True) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    AgreedError if --out must not hold any, or holds one further than the one to begin at. A job
-    that was started again by Slurm or torchrun goes on with what it has saved before.
+    `begins`: this is the run itself, not a dry run. AgreedError if --out must not hold any, or
+    holds one further than the one to begin at. But a job that began here, and was started again by
+    Slurm or torchrun, goes on with what it has saved.
     """
-    what = run.config.resume
-    out = run.config.out
     if run.config.run_mode != "real":
         return []
 
     def find() -> list[Path]:
+        out = run.config.out
         found: list[Path] = list(reversed(_retry(say, checkpoint.list_checkpoints, out)))
-        restart = is_restart()
-        if what == "none" and found and not restart:
-            raise ValueError(f"{out} holds checkpoints of another run: use another --out")
-        if what in ("auto", "none"):
-            return found
-        begin = Path(what)
-        step = _retry(say, checkpoint.read_manifest, begin)["step"]
-        further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
-        if further and restart:
-            return [*further, begin]
-        if further:  # the run would remove them, or take them for its own
-            advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
-            raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
-        return [begin]
+        begun = Path(out, ".launchers")  # of the job that began here last
+        restart = begun.exists() and is_restart(begun.read_text())
+        chosen = _as_asked(run, say, found, restart)
+        if begins:
+            begun.write_text("\n".join(launchers().values()))
+        return chosen
 
     return run_on_rank0(find)
+
+
+def _as_asked(run: Run, say: Say, found: list[Path], restart: bool) -> list[Path]:
+    """Choose from the checkpoints in --out, or another one, by --resume; ValueError if refused."""
+    what = run.config.resume
+    out = run.config.out
+    if what == "none" and found and not restart:
+        raise ValueError(f"{out} holds checkpoints of another run: use another --out")
+    if what in ("auto", "none"):
+        return found
+    begin = Path(what)
+    if restart and found and not begin.exists():  # it was in --out, and --keep has removed it
+        return found
+    step = _retry(say, checkpoint.read_manifest, begin)["step"]
+    further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
+    if further and restart:
+        return [*further, begin]
+    if further:  # the run would remove them, or take them for its own
+        advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
+        raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
+    return [begin]
 
 
 def read_run_state(
@@ -119,7 +132,7 @@ def read_run_state(
         except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
             error: Any = getattr(raised, "error", raised)  # the same on all ranks
             corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
-            asked_for = run.config.resume != "auto" and len(found) == 1
+            asked_for = list(found) == [Path(run.config.resume)]
             if asked_for or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised
             say(f"warning: skipping unreadable checkpoint {raised}")
@@ -167,8 +180,11 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     if run.config.epochs and then.get("global_batch") not in (None, now["global_batch"]):
         batch = then["global_batch"]
         what = f"{path} was trained with a global batch of {batch}"
-        why = "--epochs would count its steps as larger or smaller ones"
-        raise ValueError(f"{what}, and {why}: give --global-batch {batch}, or --steps")
+        why = "with --epochs, the steps already done would count as another number of epochs"
+        advice = f"give --global-batch {batch}"
+        if type(run.config) is Config:  # fine-tuning has no --steps
+            advice += ", or --steps"
+        raise ValueError(f"{what}: {why}: {advice}")
     changes = []
     refused = []
     for key in sorted(listed & then.keys() & now.keys()):
@@ -201,7 +217,7 @@ class CheckpointSchedule:
         self.begin = step
         self.began_at: Path | None = None  # the checkpoint that was resumed
         self.begins_in_out = True  # at a new run, or at a checkpoint in --out
-        self.logged = step  # the newest checkpoint that is in the log
+        self.logged = 0  # the newest checkpoint that is in the log
         self.since = time.monotonic()  # the time of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
 
@@ -284,7 +300,7 @@ class CheckpointSchedule:
             evaluated = run_on_rank0(Path(out, "done").exists)
             evaluation = None if evaluated else open_evaluation()
             if evaluation:
-                evaluation(steps)
+                evaluation(self.begin)
             mark_done(out, True)
         return True
 
@@ -336,8 +352,8 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
         schedule.begins_in_out = folder == Path(config.out).resolve()
     if schedule.begin < run.steps:
         mark_done(config.out, False)
-    # Below 1, overflows that had another cause have halved the scale again and again: gradients
-    # would underflow for thousands of steps. A new scale finds its level in a few.
+    # A scale below 1 comes from overflows that no scale could cure. Restored, it would make
+    # gradients underflow for thousands of steps; a new one finds its level in a few.
     if scaler and state["scaler"] and state["scaler"]["scale"] >= 1:
         scaler.load_state_dict(state["scaler"])
     schedule.scaler = scaler
@@ -353,6 +369,7 @@ def resume(found: Sequence[Path], run: Run, session: Session, training: Any) -> 
     )
     if schedule.begins_in_out:  # --resume PATH may lie elsewhere
         schedule.saver.saved = schedule.begin
+        schedule.logged = schedule.begin
     return schedule
 
 

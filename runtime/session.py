@@ -68,7 +68,8 @@ class Session:
 
         def lock() -> str:
             # no longer than the watchdog lets this phase last
-            wait = min(process.REQUEUE_WAIT_SECONDS, 3 * self.run.config.timeout)
+            longest = (STARTUP_FACTOR - 1) * self.run.config.timeout
+            wait = min(process.REQUEUE_WAIT_SECONDS, longest)
             self.locks.append(process.lock_folder(out, wait))
             return process.read_owner(out)
 
@@ -118,7 +119,10 @@ class Session:
             time.sleep(process.RANK0_REPORT_GRACE_SECONDS if self.ranks.rank else 0)
             self.watchdog.exit_now(text)
         if self.finish_saves:  # first, because give_up says what is saved
-            self.finish_saves()
+            try:
+                self.finish_saves()
+            except Exception as later:  # it must not hide the first error
+                text += f"; then {cause_of(later)}"
         self.give_up(text)
 
 

@@ -276,7 +276,12 @@ def is_jpeg_of_unknown_colours(page: Any) -> bool:
 
 def lacks_directories(tiff: Any) -> bool:
     """Tell whether a stack by ImageJ or tifffile may describe only the first of its pages."""
-    return len(tiff.pages) == 1 and (tiff.is_imagej or tiff.is_shaped)
+    if len(tiff.pages) != 1 or not (tiff.is_imagej or tiff.is_shaped):
+        return False
+    # a program that cut a piece out of the image may have copied its description
+    stack = tiff.series[0]
+    end = tiff.pages[0].dataoffsets[0] + stack.size * stack.dtype.itemsize
+    return end <= tiff.filehandle.size
 
 
 def describe_lost_pages(count: int) -> str:

@@ -224,9 +224,13 @@ def fingerprint(files: ImageList) -> str:
 
 
 def have_same_images(one: ImageList, other: ImageList) -> bool:
-    """Tell whether two lists have a file in common, or are the same list of files elsewhere."""
+    """Tell whether two lists have a file in common, or are copies of each other.
+
+    Copies have the same names, sizes and, in a sample, contents.
+    """
     if fingerprint(one) == fingerprint(other):
-        return True
+        some = (0, len(one) // 2, len(one) - 1)
+        return all(one.read(index) == other.read(index) for index in some)
     roots = os.path.realpath(one.root), os.path.realpath(other.root)
     if os.path.commonpath(roots) not in roots:  # neither folder contains the other
         return False

@@ -366,6 +366,19 @@ def test_a_stack_of_bytes_with_one_directory_is_whole(options, tmp_path):
     np.testing.assert_array_equal(read_packed(path.read_bytes()), tifffile.imread(path))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+@pytest.mark.parametrize("description", ['{"shape": [64, 64]}', "ImageJ=1.53\nimages=9\n"])
+def test_a_piece_with_the_description_of_the_whole_is_a_piece(description, dtype, tmp_path):
+    path = tmp_path / "1.tif"
+    pixels = SIX[0].astype(dtype)
+    about = {"description": description, "metadata": None}
+    tifffile.imwrite(path, pixels, photometric="minisblack", **about)
+    found = read_packed(path.read_bytes())
+    if dtype == "uint8":
+        found = as_rgb(found)[:1]
+    np.testing.assert_array_equal(found, read_by_gdal(path))
+
+
 @pytest.mark.parametrize("infrared", [0, 255])
 def test_a_fourth_band_that_is_all_0_does_not_hide_the_others(infrared, tmp_path):
     """GDAL calls the fourth of four bytes alpha, also where it is infrared over water."""

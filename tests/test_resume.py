@@ -72,33 +72,63 @@ def test_the_checkpoint_to_begin_at_is_left_alone(tmp_path):
     assert names(tmp_path) == steps(2) and state_of(tmp_path / "step_00000002") == before
 
 
-@pytest.mark.parametrize("launcher", ["SLURM", "TORCHELASTIC"])
-@pytest.mark.parametrize("resume", ["none", "PATH"])
+LAUNCHED = {"SLURM": "SLURM_JOB_ID", "TORCHELASTIC": "TORCHELASTIC_RUN_ID"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("resume", ["none", "elsewhere", "in OUT"])
 def test_a_job_that_is_started_again_goes_on(launcher, resume, tmp_path, monkeypatch, capsys):
     """With the same command, which would be refused if the user typed it again."""
     old, out = tmp_path / "old", tmp_path / "new"
     assert train(old, "--steps", "2") == 0
-    path = str(old / "step_00000002") if resume == "PATH" else "none"
-    flags = ["--steps", "8", "--resume", path]
-    if resume == "PATH":  # a longer schedule
-        flags.append("--allow-changes")
+    flags = ["--steps", "8", "--resume", "none"]
+    begin = 0
+    if resume != "none":
+        folder = old if resume == "elsewhere" else out
+        flags = ["--steps", "8", "--allow-changes", "--resume", str(folder / "step_00000002")]
+        begin = 2
+    if resume == "in OUT":
+        old.rename(out)
+        flags += ["--keep", "1"]  # which removes what it began with
+    monkeypatch.setenv(LAUNCHED[launcher], "7")
     assert train(out, *flags, received=AfterSomeSteps(3)) == 0
     saved = names(out)
     capsys.readouterr()
-    assert train(out, *flags) == 2 and names(out) == saved
+    if resume != "in OUT":
+        assert train(out, *flags) == 2 and names(out) == saved
     monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
     assert train(out, *flags) == 0
     assert f"resumed {out}/{saved[-1]}" in capsys.readouterr().out
     seen = [line["step"] for line in read_log(out / "log.jsonl")[1]]
-    assert seen == list(range(3 if resume == "PATH" else 1, 9))
+    assert seen[-6:] == list(range(3, 9)) and seen[0] == (1 if resume != "elsewhere" else 3)
+    assert len(seen) == 8 - begin or resume == "in OUT"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_a_job_that_was_refused_is_refused_again(launcher, tmp_path, monkeypatch):
+    """torchrun starts ranks again whatever their status was."""
+    old, out = tmp_path / "old", tmp_path / "new"
+    assert train(old, "--steps", "2") == train(out, "--steps", "4") == 0
+    before = {name: state_of(out / name) for name in names(out)}
+    monkeypatch.setenv(LAUNCHED[launcher], "7")
+    for count in ("0", "1"):
+        monkeypatch.setenv(f"{launcher}_RESTART_COUNT", count)
+        for resume in ("none", str(old / "step_00000002")):
+            assert train(out, "--steps", "8", "--allow-changes", "--resume", resume) == 2
+    assert {name: state_of(out / name) for name in names(out)} == before
 
 
 def test_a_job_started_again_before_its_first_save_begins_where_it_was_told(tmp_path, monkeypatch):
-    assert train(tmp_path / "old", "--steps", "2") == 0
+    assert train(tmp_path / "old", "--steps", "4") == 0
+    out = tmp_path / "new"
+    assert train(out, "--steps", "2") == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    path = str(tmp_path / "old/step_00000004")
+    flags = ["--steps", "6", "--allow-changes", "--resume", path, "--save-every", "none"]
+    assert train(out, *flags, received=AfterSomeSteps(1)) == 0
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    flags = ["--steps", "4", "--allow-changes", "--resume", str(tmp_path / "old/step_00000002")]
-    assert train(tmp_path / "new", *flags) == 0
-    assert [line["step"] for line in read_log(tmp_path / "new/log.jsonl")[1]] == [3, 4]
+    assert train(out, *flags) == 0
+    assert [line["step"] for line in read_log(out / "log.jsonl")[1]][-2:] == [5, 6]
 
 
 def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path, capsys):

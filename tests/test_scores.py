@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import top_k_accuracy_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -219,10 +220,10 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
     for path, changed, words in (
         (run[0], ["--test", more], "does not have: else"),
         (run[0], ["--test", tmp_path / "nowhere"], "give --test the folder"),
-        (run[0], ["--test", TILES / "train"], "a model knows those: give other images"),
-        (run[0], ["--test", tmp_path / "a link"], "a model knows those: give other images"),
-        (run[0], ["--test", tmp_path / "a copy"], "a model knows those: give other images"),
-        (run[0], ["--data", TILES, "--test", TILES / "heldout"], "a model knows those"),
+        (run[0], ["--test", TILES / "train"], "the model is trained: give other images"),
+        (run[0], ["--test", tmp_path / "a link"], "the model is trained: give other images"),
+        (run[0], ["--test", tmp_path / "a copy"], "the model is trained: give other images"),
+        (run[0], ["--data", TILES, "--test", TILES / "heldout"], "the model is trained"),
         (run[0], ["--split", 0.5, "--img-size", 33], "multiple of the patch size"),
         (run[0], ["--split", 0.5, "--data", flat], "outside of a folder of their class"),
         (run[0], ["--split", 0.5, "--data", one], "leaves no image to test on"),
@@ -233,6 +234,20 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
         assert probe.main(command("knn", path, *changed)) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1, error
+
+
+def test_other_images_of_the_same_names_and_sizes_may_be_tested_on(run, tmp_path):
+    folders = [tmp_path / name for name in ("train", "test")]
+    for folder, shade in zip(folders, (0, 9), strict=True):
+        for name in ("ice", "sea"):
+            (folder / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = np.full((32, 32, 3), 20 * i + shade, np.uint8)
+                Image.fromarray(pixels).save(folder / name / f"{i}.bmp")
+    sizes = [{path.stat().st_size for path in folder.rglob("*.bmp")} for folder in folders]
+    assert sizes[0] == sizes[1] and len(sizes[0]) == 1
+    flags = ["--data", folders[0], "--test", folders[1], "--k", 1, "--out", tmp_path / "out"]
+    assert probe.main(command("knn", run[0], *flags)) == 0
 
 
 def test_an_error_of_the_node_is_no_unreadable_image(run, tmp_path, monkeypatch, capsys):
