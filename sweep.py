@@ -146,10 +146,14 @@ def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
     words = [*row["words"], "--resume", "none", "--save-every", "none", "--out", str(out)]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return ["bash", str(HERE / "launch_frontier.sh"), *words], job_environment(row)
-    # one rank too: alone it would believe that the tasks of an allocation around us are its ranks
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(row["ranks"]), "--", str(TRAIN)]
-    return [*command, *words], {"OMP_NUM_THREADS": "1"} | os.environ
+    environ = {"OMP_NUM_THREADS": "1"} | os.environ
+    command = [sys.executable]
+    if row["ranks"] > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(row["ranks"]), "--"]
+    else:  # one rank alone would take the tasks of an allocation around us for its ranks
+        environ = {name: text for name, text in environ.items() if not name.startswith("SLURM_")}
+    return [*command, str(TRAIN), *words], environ
 
 
 def job_environment(row: Row) -> dict[str, str]:

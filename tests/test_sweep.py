@@ -245,6 +245,7 @@ def test_what_fails_or_cannot_fit_runs_when_asked(tmp_path, stand_in, monkeypatc
     assert states(out) == ["done", "skipped", "skipped", "timed out"]
 
 
+@pytest.mark.full
 def test_a_point_that_is_running_is_not_started_again(tmp_path, stand_in):
     out = tmp_path / "out"
     command = ["scaling", "--models", "tiny", "--ranks", "1", "--data", "synthetic"]
@@ -395,13 +396,17 @@ def test_each_axis_has_three_labels_and_each_line_a_name():
 
 
 @pytest.mark.full
-def test_a_point_of_two_ranks_runs_under_torchrun(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_point_runs_inside_an_allocation(ranks, tmp_path, monkeypatch):
+    """Of several tasks, which are not its ranks."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
     flags = "--model tiny --mode full_shard --run-mode syn --img-size 32 --batch 2 --steps 9"
     flags += " --log-every 1 --device cpu --precision fp32"
-    point = studies.Point("io", 1, 2, flags.split())
+    point = studies.Point("io", 1, ranks, flags.split())
     (row,) = results.add_points(tmp_path, [sweep.plan_point(point, None)])
     found = sweep.run_point(tmp_path, row, sweep.build_parser().parse_args(["io"]))
-    assert (found["state"], found["world_size"], found["mode"]) == ("done", 2, "full_shard")
+    assert (found["state"], found["world_size"], found["mode"]) == ("done", ranks, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
 
 
