@@ -138,15 +138,15 @@ class Saver:
         self.group = group
         # These two change only when a save has been waited for: they are the same on all ranks.
         self.failures = 0  # consecutive failed saves; 0 after a save that succeeded
-        self.saved = 0  # the step of the newest checkpoint
-        self.on_disk = 0  # the step of the newest save, as soon as it is on disk
+        self.saved = 0  # the step of the newest save that has been waited for
+        self.on_disk = 0  # the same, set at once by the thread that writes: ranks may differ
         # the index entries that this rank last sent to rank 0, which also keeps the index
         self.sent_entries: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
         # With a GPU all saves reuse one copy in pinned memory: slow to allocate, fast to fill.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        self.pending: tuple[int, Future[str | None]] | None = None  # its step, and its result
+        self.pending: tuple[int, Future[str | None]] | None = None  # its step, and why it failed
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
         """Save, with rank 0's `run_state` in the manifest; `wait` until it is done. Collective.
@@ -166,7 +166,8 @@ class Saver:
         keys_by_rank = _gather_decide_broadcast(own, _keys_if_settings_agree, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
-            return problems + self._count(step, self._write(tensors, manifest, pieces))
+            problem = self._write(tensors, manifest, pieces)
+            return problems + self._record_outcome(step, problem)
         tensors = self.stager.stage(tensors)  # a copy: training goes on to change the originals
         self.pending = step, self.thread.submit(self._write, tensors, manifest, pieces)
         if wait:
@@ -197,10 +198,10 @@ class Saver:
             return []
         step, written = self.pending
         self.pending = None
-        return self._count(step, written.result())
+        return self._record_outcome(step, written.result())
 
-    def _count(self, step: int, problem: str | None) -> list[str]:
-        """Count a finished save as failed, if there was a problem, or else as saved."""
+    def _record_outcome(self, step: int, problem: str | None) -> list[str]:
+        """Record a finished save as failed or saved; return the problems, none or one."""
         if problem:
             self.failures += 1
             return [problem]
@@ -211,7 +212,7 @@ class Saver:
     def _write(
         self, tensors: dict[str, Tensor], manifest: dict[str, Any], pieces: list[Piece]
     ) -> str | None:
-        """Write one checkpoint; if it failed, say why, in the same sentence on all ranks.
+        """Write one checkpoint; return None, or why it failed, in the same sentence on all ranks.
 
         The index seldom changes between saves. So the ranks send their entries only if those of
         some rank have changed, and otherwise just the sizes and checksums of their files.

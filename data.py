@@ -726,8 +726,8 @@ def describe_tiff(image: Any) -> str | None:
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
     if set(tags.get(Tag.SampleFormat, (UNSIGNED,))) != {UNSIGNED}:
         return f"TIFF with {samples} bands of signed, floating-point or complex numbers"
-    if Tag.PhotometricInterpretation not in tags:  # Pillow takes 0 for white, GDAL for black
-        return f"TIFF with {samples} bands that does not say what they show"
+    if Tag.PhotometricInterpretation not in tags:  # Pillow would show 0 as white, GDAL as black
+        return "TIFF without PhotometricInterpretation"
     all_shown = image.mode in PICTURE_MODES and samples == len(image.getbands())
     if bits > 8 or not all_shown:
         return f"TIFF with {samples} bands of {bits} bits"
@@ -748,7 +748,7 @@ def describe_tiff(image: Any) -> str | None:
     pages_of_same_size = sizes.count(size_in_tags(tags))
     if pages_of_same_size > 0:
         return f"TIFF with {1 + pages_of_same_size} pages of the same size"
-    # the image itself may be in a page of its own, which only its thumbnail leads to
+    # the image itself may be in a SubIFD of its thumbnail's page
     if (sizes or Tag.SubIFDs in tags) and is_overview_or_mask(tags):
         return "TIFF whose first page is a thumbnail"
     pages = pages_in_description(image)
@@ -758,25 +758,29 @@ def describe_tiff(image: Any) -> str | None:
 
 
 def pages_in_description(image: Any) -> int:
-    """Count the pages that ImageJ or tifffile mention in a TIFF's description; 1 if they do not.
+    """Return how many pages a TIFF's description names, if their pixels follow the first; else 1.
 
-    Both may write a stack of pages as one block of pixels that has only one directory. Programs
-    that cut a piece out of an image may copy its description, so the pixels must be there too.
+    ImageJ and tifffile may write a stack of pages as one uncompressed block of pixels with a single
+    directory. A program that cuts out a piece may copy the description, so the pixels must be there
+    too.
     """
     text = str(image.tag_v2.get(Tag.ImageDescription, ""))
-    page = image.width * image.height * len(image.getbands())  # bytes
+    page_bytes = image.width * image.height * len(image.getbands())
     pages = 1
+    # "ImageJ=1.54f", then a line "images=5"; or {"shape": [5, 64, 64]}
     by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
     by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
     if text.startswith("ImageJ=") and by_imagej:
         pages = int(by_imagej[1])
     elif by_tifffile:
-        pages = math.prod(int(side) for side in by_tifffile[1].split(",")) // page
-    first = image.tag_v2.get(Tag.StripOffsets, (0,))[0]
+        pages = math.prod(int(side) for side in by_tifffile[1].split(",")) // page_bytes
+    pixels_start = image.tag_v2.get(Tag.StripOffsets, (0,))[0]
     compressed = image.tag_v2.get(Tag.Compression, 1) != 1
     if pages <= 1 or compressed or image.fp is None:
         return 1
-    return pages if first + pages * page <= image.fp.seek(0, os.SEEK_END) else 1
+    file_bytes = image.fp.seek(0, os.SEEK_END)
+    has_all_pages = pixels_start + pages * page_bytes <= file_bytes
+    return pages if has_all_pages else 1
 
 
 def is_overview_or_mask(tags: Any) -> bool:
@@ -849,7 +853,8 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
     number of components. Byte 42, and every third after it, describes a component: bit 7 is 1 if it
-    is signed, bits 0 to 6 are its depth in bits, minus 1. ValueError if components differ.
+    is signed, bits 0 to 6 are its depth in bits, minus 1. ValueError if components differ in depth
+    or sign, or are missing.
     """
     start = content.find(b"\xff\x4f\xff\x51")  # both markers
     if start < 0:
@@ -857,7 +862,7 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
     components = int.from_bytes(content[start + 40 : start + 42], "big")
     depths = set(content[start + 42 : start + 42 + 3 * components : 3])
     if len(depths) != 1:
-        raise ValueError(f"JPEG 2000 with bands of different depths: {TO_GEOTIFF}")
+        raise ValueError(f"JPEG 2000 whose bands differ in depth or sign: {TO_GEOTIFF}")
     depth = depths.pop()
     return components, (depth & 127) + 1, depth > 127
 
@@ -897,13 +902,14 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 def check_alpha(image: Image.Image) -> None:
     """Raise NeedsPackingError if alpha is probably data.
 
-    It is if it has values other than 0 and 255, or hides all pixels, although their colours differ.
+    That is so if it has values other than 0 and 255, or hides every pixel, although colours vary.
     """
     bands = image.convert("RGBA")
     counts = bands.getchannel("A").histogram()
     ranges: Any = bands.convert("RGB").getextrema()  # (lowest, highest) of each colour
-    hides_all = not counts[255] and any(low < high for low, high in ranges)
-    if any(counts[1:255]) or hides_all:
+    hides_all = counts[255] == 0
+    colours_vary = any(low < high for low, high in ranges)
+    if any(counts[1:255]) or (hides_all and colours_vary):
         found = f"{image.format} with {len(image.getbands())} bands, the last mislabelled as alpha,"
         raise NeedsPackingError(f"{found} is not an RGB picture: convert it with `prepare.py pack`")
 
@@ -914,8 +920,8 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
     tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
     is faster, and the result differs by less than 1 grey level (of 255) on average. torchvision
-    decodes at full size, and so does `exact`; give it if the caller still uses the image, because
-    draft() changes it.
+    decodes at full size, and so does `exact`. Set it also if the caller goes on using the image,
+    because draft() changes it.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):

@@ -250,7 +250,7 @@ def apply(
     _check_units(model, block_units)
     original = _parameters_by_name(model)
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
-    if dist.get_backend() != "fake":  # a simulation has one rank, and no values
+    if dist.get_backend() != "fake":  # in a simulation tensors have no values
         values.broadcast_from_rank0(must_agree=f"{mode} {list(blocks)} {options}")
 
     def fill_and_split(module: nn.Module) -> None:
@@ -699,15 +699,11 @@ def _checks_in(model: nn.Module) -> "set[_LoopChecks]":
     if hasattr(model, "loop_checks"):
         own: Any = model.loop_checks
         return {own}
+    # vars(): hasattr() is slow if a module lacks the name
+    of_modules = [vars(module).get("loop_checks") for module in model.modules()]
     # parameters lead to the checks of a sharded model that contains this one
-    holders: list[Any] = [*model.modules(), *model.parameters()]
-    found: set[_LoopChecks] = set()
-    for holder in holders:
-        # vars(): hasattr() is slow if a module lacks the name
-        checks = vars(holder).get("loop_checks") or _checks_of(holder)
-        if checks:
-            found.add(checks)
-    return found
+    of_parameters = [_checks_of(p) for p in model.parameters()]
+    return {checks for checks in [*of_modules, *of_parameters] if checks}
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -815,8 +811,8 @@ def build_scaler(
 ) -> torch.amp.GradScaler | None:
     """Build the gradient scaler that fp16 needs; None for bf16 and fp32.
 
-    All ranks find the same overflows, and so compute the same scale: see train_step in
-    train_fsdp.py.
+    All ranks compute the same scale: DDP averages an overflow into every rank's gradient, and the
+    scalers of FSDP reduce the overflow flag over the ranks.
     """
     if dtype != torch.float16:
         return None
@@ -924,7 +920,7 @@ class _MemoryRange(NamedTuple):
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raise ValueError for parameters and buffers that share memory, which sharding divides."""
+    """Raise ValueError for a parameter that shares memory with another, or with a buffer."""
     ranges: list[_MemoryRange] = []
     buffers = dict(model.named_buffers())
     for name, tensor in [*model.named_parameters(), *buffers.items()]:
@@ -933,13 +929,17 @@ def _check_memory(model: nn.Module) -> None:
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
             ranges.append(_MemoryRange(first, end, name))
-    for one, following in pairwise(sorted(ranges)):
-        both_buffers = one.name in buffers and following.name in buffers  # which are not sharded
-        if following.first < one.end and not both_buffers:
+    longest = _MemoryRange(0, 0, "")  # of those so far, the one that ends last
+    for each in sorted(ranges):
+        # two buffers may share memory: sharding does not divide them
+        both_buffers = each.name in buffers and longest.name in buffers
+        if each.first < longest.end and not both_buffers:
             raise ValueError(
-                f"{one.name} and {following.name} share memory, which sharding would divide: use "
+                f"{longest.name} and {each.name} share memory, which sharding would divide: use "
                 "one nn.Parameter for both, or clone()"
             )
+        if each.end > longest.end:
+            longest = each
 
 
 def _reason_not_to_shard(p: nn.Parameter, sharded: bool) -> str:
@@ -1109,10 +1109,12 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
-#   tried                 on an optimizer that needs no further trial on parts of tensors
+#   passed_trial          on an optimizer that changed small sharded tensors like whole ones
 #   elementwise           set by a user on an optimizer that does not need whole tensors
-#   per_rank              set by a user on an optimizer that only one rank has, or that each rank
-#                         has for parameters of its own
+#   per_rank              set by a user on an optimizer whose parameters may differ between ranks,
+#                         or that only one rank has
+#   zero_grad, __deepcopy__
+#                         on a model of FSDP, in place of PyTorch's own
 
 FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
 LATER_STEPS = 1000  # ... and in every step whose number is a multiple of this
@@ -1167,7 +1169,7 @@ Rule = tuple[Callable[[str, Any, Any], bool], str]
 class _LoopChecks:
     """Checks what a loop does with a sharded model, through hooks that raise RuntimeError."""
 
-    calls_of_all: ClassVar[int] = 0  # forward passes of all models that all ranks make together
+    calls_of_all: ClassVar[int] = 0  # forward passes, of any model, that every rank makes
 
     def __init__(
         self, model: Any, units: list[Any], mesh: DeviceMesh, *, unused_allowed: bool
@@ -1211,7 +1213,7 @@ class _LoopChecks:
         self.replaced: WeakSet[nn.Parameter] = WeakSet()
 
     def register(self) -> None:
-        """Register the methods below as hooks of the model, so that nobody has to call them."""
+        """Put the methods below on the model, as hooks or in place of its own methods."""
         model = self.model
         for held in self.held:
             CHECKS_BY_ID[id(held.parameter)] = self
@@ -1253,7 +1255,8 @@ class _LoopChecks:
         self.note_trains()
         self.check_parameters()
         self.check_attributes()
-        if self.sharded or self.trains:  # one rank alone may call a model of DDP without gradients
+        # Without gradients, one rank alone may call a model whose parameters are not divided.
+        if self.sharded or self.trains:
             _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
             self.calls += 1
@@ -1286,10 +1289,10 @@ class _LoopChecks:
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of FSDP's parameters; replaces the method of the model.
+        """Clear the gradients of FSDP's parameters, in place of nn.Module.zero_grad().
 
-        Between a forward and its backward pass, nn.Module.zero_grad() would find gathered tensors
-        in their place, and the gradients of the step before would stay.
+        Between a forward pass and its backward pass, nn.Module's method would see gathered tensors
+        instead of the parameters, and leave the previous step's gradients.
         """
         for held in self.held:
             if set_to_none:
@@ -1408,7 +1411,7 @@ class _LoopChecks:
                     raise RuntimeError(f"{name} {sentence}")
 
     def check_replaced(self, name: str, p: Any, now: Any) -> None:
-        """Raise RuntimeError unless FSDP itself has put the tensor `now` in the place of `p`."""
+        """Raise RuntimeError unless FSDP put `now` in the place of `p`, or DDP still trains `p`."""
         if name in self.after_forward:
             held_then, _ = self.after_forward[name]
             if now is held_then:
@@ -1417,12 +1420,12 @@ class _LoopChecks:
         # the place of the parameter
         if self.fsdp1 and _is_gathered_by_fsdp1(now, self.units):
             return
-        # a method of register_fsdp_forward_method leaves gathered parameters without a call
+        # a method given to register_fsdp_forward_method gathers parameters without a call
         if self.fsdp2 and _is_gathered_by_fsdp2(now, self.units):
             return
         # pruning and parametrizations keep the parameter under another name, and DDP averages it
-        is_computed = not isinstance(now, nn.Parameter)
-        if not self.fsdp and is_computed and any(p is own for own in self.model.parameters()):
+        still_trained = any(p is own for own in self.model.parameters())
+        if not self.fsdp and not isinstance(now, nn.Parameter) and still_trained:
             return
         # If an FSDP1 unit gathers nothing, it computes with views of its parameters until backward.
         is_view = self.fsdp1 and _same_memory(now, p)
@@ -1516,9 +1519,10 @@ class _LoopChecks:
                     own_attributes.add(name)  # FSDP1 adds some in its first call
                     continue
                 inside = getattr(inner, name)
-                plain = type(inside) is type(value) and isinstance(value, int | float | str | tuple)
-                differs = inside is not value and not (plain and inside == value)
-                if differs and not callable(value):  # a callable is meant for the wrapper
+                # == of tensors has no single answer
+                comparable = type(inside) is type(value) and isinstance(value, int | float | str)
+                same = inside is value or (comparable and inside == value)
+                if not same and not callable(value):  # a callable is meant for the wrapper
                     raise RuntimeError(
                         f"{name} was set on {type(wrapper).__name__}, and the "
                         f"{type(inner).__name__} inside does not see it: set it on that module, "
@@ -1593,8 +1597,9 @@ class _LoopChecks:
             )
 
 
-# id of a parameter -> the checks of its model. Not an attribute of the parameter: Module.to() loses
-# those of a DTensor, and a reference from there to the model would keep both in memory for ever.
+# id of a parameter -> the checks of its model, whose `held` keeps the parameter, so that no other
+# object gets its id. Not an attribute: Module.to() drops a DTensor's attributes, and a reference
+# from a parameter to its model would keep both in memory for ever.
 CHECKS_BY_ID: WeakValueDictionary[int, _LoopChecks] = WeakValueDictionary()
 
 
@@ -1608,9 +1613,9 @@ def _hold_weakly(method: Any) -> Callable[[Tensor], None]:
     weak = WeakMethod(method)
 
     def call(tensor: Tensor) -> None:
-        alive = weak()
-        if alive:
-            alive(tensor)
+        bound = weak()
+        if bound:
+            bound(tensor)
 
     return call
 
@@ -1763,10 +1768,10 @@ def _numbers_and_random_states(block: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
-    """Register hooks that raise RuntimeError if a module writes into a copy of a list, dict or set.
+    """Register hooks that raise RuntimeError if a module writes into FSDP's copy of an argument.
 
-    `unit` is what is called, and `module` gets what FSDP passes on: often copies, and the caller
-    would not see what is written into them.
+    The caller calls `unit`; FSDP may give `module` (in FSDP2 the unit itself) copies of lists,
+    dicts, sets and dataclasses. The caller would not see what is written into a copy.
     """
     given: set[int] = set()  # ids of the caller's containers in the newest call
     # For each call that has begun, the innermost last: (copy, its items before the call)
@@ -1786,12 +1791,10 @@ def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
             return
         returned = {id(container) for container in _containers([output])}
         for container, before in calls.pop():
-            if id(container) in returned:  # so the caller gets what was written
+            if id(container) in returned:  # then the caller gets what was written
                 continue
-            rest = iter(before)
-            # what is only taken out is not lost: the caller still has it
-            only_removed = all(any(item is old for old in rest) for item in _items(container))
-            if not only_removed:
+            # what is only removed is not lost: the caller still has it
+            if not _is_subsequence(_items(container), before):
                 raise RuntimeError(
                     f"{type(module).__name__} wrote into a {type(container).__name__} that it was "
                     "given, but FSDP passes only a copy of it: return the result instead"
@@ -1805,8 +1808,14 @@ def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
     module.register_forward_hook(compare, prepend=True, always_call=True)
 
 
+def _is_subsequence(items: list[Any], before: list[Any]) -> bool:
+    """Tell whether `items` are those of `before`, in the same order, with some left out."""
+    rest = iter(before)
+    return all(any(item is old for old in rest) for item in items)  # goes on where it stopped
+
+
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the lists, dicts, sets and dataclasses among values, and those inside them, once."""
+    """Yield each list, dict, set and dataclass instance among values, and inside them, once."""
     waiting = [*values]
     seen: set[int] = set()
     while waiting:
@@ -1822,8 +1831,9 @@ def _containers(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _items(container: Any) -> list[Any]:
-    """List the items of a container, or the values of a dataclass."""
+    """List the items of a list, set or tuple, or the values of a dict or dataclass."""
     if is_dataclass(container):
+        # None: a field may not be set yet
         return [getattr(container, field.name, None) for field in fields(container)]
     return [*container.values()] if isinstance(container, dict) else [*container]
 
@@ -1894,11 +1904,11 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
 def _check_whole_tensors(
     optimizer: torch.optim.Optimizer, checks_of_models: Collection[_LoopChecks]
 ) -> None:
-    """Raise RuntimeError for an optimizer that needs whole tensors, but would get only parts.
+    """Raise RuntimeError for an optimizer that would change sharded tensors unlike whole tensors.
 
     FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2 gives it
-    DTensors: operations on them give what they give on whole tensors, but .item() gives a rank's
-    own part of a sum.
+    DTensors: operations on these return the same as on whole tensors, but .item() on a sum returns
+    only this rank's part.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     if zero1 and any(checks.fsdp for checks in checks_of_models):
@@ -1907,22 +1917,22 @@ def _check_whole_tensors(
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     name = type(inner).__name__
     known = type(inner) in ELEMENTWISE or getattr(optimizer, "elementwise", False)
-    if known or hasattr(optimizer, "tried"):
+    if known or hasattr(optimizer, "passed_trial"):
         return
     has_dtensors = any(checks.fsdp2 and checks.sharded for checks in checks_of_models)
     if has_dtensors and not _steps_equally_on_dtensors(inner):
         raise RuntimeError(
-            f"{name} gives another result on FSDP2's sharded tensors than on whole ones, for "
-            "example because it calls .item() on a norm: use .full_tensor() there, or mode ddp; if "
-            "it updates each element independently, set optimizer.elementwise = True"
+            f"{name} gives different results on FSDP2's sharded tensors and on whole tensors, for "
+            "example because it calls .item() on a norm: call .full_tensor() first, or use mode "
+            "ddp; if it updates each element independently, set optimizer.elementwise = True"
         )
     if zero1 or flattened:
         _check_parts(inner, flattened)
-    optimizer.tried = True  # type: ignore[attr-defined]
+    optimizer.passed_trial = True  # type: ignore[attr-defined]
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> None:
-    """Raise RuntimeError for an optimizer that changes parts of tensors unlike whole ones."""
+    """Raise RuntimeError for an optimizer that changes parts of tensors unlike whole tensors."""
     name = type(optimizer).__name__
     try:
         elementwise = _steps_equally_on_parts(optimizer, flattened)
@@ -1979,12 +1989,14 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
 
 
 def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Find out by trial whether an optimizer changes DTensors as it would change whole ones.
+    """Find out by trial whether an optimizer changes DTensors as it would change whole tensors.
 
-    Collective. True also if the trial fails: nothing is known then.
+    Collective. True also if a step raises an exception, because then nothing is known.
     """
     rows = max(3, dist.get_world_size())  # so that no rank's part is empty
-    indices = [torch.arange(4 * rows).view(rows, 4), torch.arange(4 * rows, 6 * rows).view(rows, 2)]
+    wide = torch.arange(4 * rows).view(rows, 4)  # indices of the elements of two matrices
+    narrow = torch.arange(4 * rows, 6 * rows).view(rows, 2)
+    indices = [wide, narrow]
     for group in optimizer.param_groups:
         sharded = next((p for p in group["params"] if isinstance(p, DTensor)), None)
         if sharded is None:
@@ -1997,8 +2009,9 @@ def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
             in_shards = _change_in_trial(optimizer, group, indices, shard_tensor)
         except Exception:
             return True
-        # some optimizers compute in bf16, so that a different order of sums shows
-        if not torch.allclose(in_shards, whole, rtol=0, atol=0.03 * whole.abs().max().item()):
+        # some optimizers compute in bf16, where the order of summation shows
+        tolerance = 0.03 * whole.abs().max().item()
+        if not torch.allclose(in_shards, whole, rtol=0, atol=tolerance):
             return False
     return True
 
@@ -2012,8 +2025,8 @@ def _change_in_trial(
     """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
     The copy has one parameter group, with these elements and the settings of `group`. The elements'
-    values and gradients follow from the indices; `shard_tensor` makes DTensors of them. Returns the
-    changes by index in fp64, zero at all other indices below the highest.
+    values and gradients follow from the indices; `shard_tensor` turns each tensor into a DTensor.
+    Returns the changes in fp64, each at its index, in a vector of at least 16; zero elsewhere.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [index.to(device, torch.float64) for index in indices]
@@ -2031,6 +2044,7 @@ def _change_in_trial(
         for p, angle in zip(parameters, angles, strict=True):
             p.grad = p.detach() + torch.sin(angle * factor) / 2
         step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
+    # 16: _steps_equally_on_parts adds up the changes of parts, which need the same length
     count = max(16, 1 + max(int(index.max()) for index in indices))
     change = torch.zeros(count, dtype=torch.float64)
     for p, angle, index in zip(parameters, angles, indices, strict=True):
@@ -2106,8 +2120,8 @@ def _fsdp1_awaits_backward(unit: Any) -> bool:
     return hasattr(unit._handle.flat_param, "_post_backward_hook_state")
 
 
-def _groups_of_fsdp2(unit: Any) -> list[Any]:
-    """List the groups in which a unit of FSDP2 manages its own parameters; none without any."""
+def _fsdp2_param_groups(unit: Any) -> list[Any]:
+    """List the parameter groups of an FSDP2 unit; none if it has no parameters of its own."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # torch 2.14
         groups = state._fsdp_param_groups
@@ -2118,7 +2132,7 @@ def _groups_of_fsdp2(unit: Any) -> list[Any]:
 
 def _is_gathered_by_fsdp2(tensor: Any, units: list[Any]) -> bool:
     """Tell whether FSDP2 itself has put a tensor in the place of a parameter."""
-    groups = [group for unit in units for group in _groups_of_fsdp2(unit)]
+    groups = [group for unit in units for group in _fsdp2_param_groups(unit)]
     parameters = [p for group in groups for p in group.fsdp_params]
     return any(tensor is getattr(p, "_unsharded_param", None) for p in parameters)
 
@@ -2127,7 +2141,7 @@ def _holds_unaveraged_gradients(unit: Any) -> bool:
     """Tell whether a unit of FSDP2 has gradients that it has not averaged over ranks."""
     if not isinstance(unit, FSDPModule):
         return False
-    for group in _groups_of_fsdp2(unit):
+    for group in _fsdp2_param_groups(unit):
         if group._partial_reduce_output is not None:  # reduced over shards, not over replicas
             return True
         for p in group.fsdp_params:

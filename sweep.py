@@ -66,7 +66,7 @@ def plan_point(point: Point, machine: str | None) -> Row:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
     flags, planned = plan.read_command(words)
-    if point.nodes > 1:
+    if point.nodes > 1:  # plan.py takes all ranks of a node; a point may use fewer
         used = with_ranks_per_node(planned.machine, point.ranks)
         planned = Plan(planned.run, used, planned.memory_gib)
     row: Row = asdict(flags)
@@ -84,17 +84,17 @@ def plan_point(point: Point, machine: str | None) -> Row:
     return row
 
 
-# flags of train_fsdp.py that a sweep sets itself
-SET_HERE = ("out", "resume", "save_every", "world_size", "dry_run")
+# flags of train_fsdp.py that a sweep sets itself, or that make no run
+NOT_ALLOWED = ("out", "resume", "save_every", "world_size", "dry_run")
 
 
 def check_run_flags(words: Sequence[str]) -> None:
-    """Refuse flags that train_fsdp.py does not have, or that a sweep sets itself; SystemExit."""
+    """Refuse flags that train_fsdp.py does not have, or NOT_ALLOWED ones; SystemExit."""
     parser = config.Parser("sweep.py")
-    config.add_flags(parser, config.Config, left_out=SET_HERE)
+    config.add_flags(parser, config.Config, left_out=NOT_ALLOWED)
     _, others = parser.parse_known_args(words)
     if others:
-        parser.error(f"{others[0]} is no flag of a run, or one that a sweep sets: leave it out")
+        parser.error(f"{others[0]} is no flag of train_fsdp.py, or not for a sweep: leave it out")
 
 
 def point_id(point: Point, flags: Row) -> str:
@@ -151,7 +151,7 @@ def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
     if row["ranks"] > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(row["ranks"]), "--"]
-    else:  # one rank alone would take the tasks of an allocation around us for its ranks
+    else:  # without torchrun, it would read its ranks from the Slurm job that runs the sweep
         environ = {name: text for name, text in environ.items() if not name.startswith("SLURM_")}
     return [*command, str(TRAIN), *words], environ
 
@@ -174,10 +174,11 @@ def job_environment(row: Row) -> dict[str, str]:
 def run_point(out: Path, row: Row, args: argparse.Namespace) -> Row:
     """Run a point; return its row. FileExistsError where another sweep has begun it."""
     folder = out / "runs" / row["id"]
-    try:  # held as long as the point runs
+    # The lock keeps other sweeps out until lock.close(), or until this process ends.
+    try:
         lock = process.lock_folder(str(out / "locks" / row["id"]), requeue_wait=0)
     except ValueError as error:
-        raise FileExistsError(f"{row['id']} is running: {error}") from None
+        raise FileExistsError(f"{row['id']} cannot be locked: {error}") from None
     if args.retry and results.with_state(out, row)["state"] in RETRIED:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -264,14 +265,14 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
         try:
             row = run_point(out, row, args)
         except FileExistsError as error:
-            print(f"skipped: {error}", flush=True)
+            print(f"left to another sweep: {error}", flush=True)
             continue
         result = row["reason"]
         if not result:
             result = f"{row.get('images_per_second', math.nan):.1f} img/s"
         print(f"{row['state']}  {result}", flush=True)
     rows = results.read_rows(out)
-    if any(row.get("images_per_second") for row in rows):
+    if any(row.get("images_per_second") for row in rows):  # write_page needs a result
         report.write_page([out], None)
     if any(row["state"] in RETRIED for row in rows):
         print("--retry runs again what has failed, timed out or is unfinished")

@@ -34,7 +34,7 @@ from runtime.pretrained import (
 )
 from runtime.process import throttled_progress
 from storage.classes import describe_classes
-from storage.image_list import have_same_images
+from storage.image_list import lists_overlap
 
 HELP = "score frozen features: knn without training, linear by a linear classifier"
 BATCH = 64  # images
@@ -122,7 +122,7 @@ def class_numbers(test: Any, train: Any) -> list[int]:
     for files in train, test:
         if min(files.labels) < 0:
             raise ValueError(f"{files.root} has images outside of a folder of their class")
-    if test is not train and have_same_images(test, train):
+    if test is not train and lists_overlap(test, train):
         raise ValueError(
             f"--test {test.root} has images of --data {train.root}, on which the model is trained: "
             "give other images"

@@ -279,9 +279,9 @@ def machine_file(like: Machine, changes: dict[str, Any], not_measured: list[str]
 
 
 def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
-    """Return a machine of which a job uses so many ranks on each node."""
+    """Return the machine as seen by a job that uses `ranks` ranks on each node."""
     package = machine.ranks_per_package
-    if ranks % package:
+    if ranks % package:  # some package is only partly used: count on no fast link
         package = 1
     return replace(machine, ranks_per_node=ranks, ranks_per_package=package)
 
@@ -290,7 +290,7 @@ def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
 
 
 def ring_neighbours(world_size: int, ranks: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each rank and the one that it sends to, (N,) both, if every group is a ring.
+    """Return all ranks, and the rank that each sends to, both (N,), if every group is a ring.
 
     A group has `ranks` ranks, each `stride` after the one before: 1 in a shard group, the size of
     a shard group in a replicate group (see mesh.py).
@@ -303,7 +303,10 @@ def ring_neighbours(world_size: int, ranks: int, stride: int) -> tuple[np.ndarra
 
 @lru_cache(maxsize=1024)
 def rings_leaving_node(machine: Machine, world_size: int, ranks: int, stride: int) -> int:
-    """Count the rings that leave the same node, at most: they share its network."""
+    """Return the largest number of rings that leave one node, whose network they share.
+
+    ValueError if none leaves a node.
+    """
     rank, following = ring_neighbours(world_size, ranks, stride)
     node = rank // machine.ranks_per_node
     leaving = node != following // machine.ranks_per_node

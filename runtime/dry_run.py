@@ -90,7 +90,7 @@ def describe_run(run: Run, ranks: mesh.Ranks) -> tuple[Run, dict[str, Any] | Non
     print(f"dry run: rank 0 of {ranks.world_size}, on nodes of {ranks.local_world_size} ranks")
     _, facts = image_source.find_images(config, run.global_batch)
     run = with_images(run, facts)
-    read_run_state(list_newest_first(run, print, begins=False), run, print)
+    read_run_state(list_newest_first(run, print, dry_run=True), run, print)
     device = None  # that of the machine
     if config.device == "cpu":
         device = CPU

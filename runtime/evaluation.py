@@ -171,7 +171,7 @@ class Evaluation:
 
 
 def open_evaluation(run: Run, session: Session, model: nn.Module) -> Evaluation | None:
-    """List the images of --eval-data and return their evaluation; None without them. Collective."""
+    """Return the evaluation of --eval-data; None without it, or if nothing is saved. Collective."""
     folder = run.config.eval_data
     if folder is None or run.config.run_mode != "real":
         return None

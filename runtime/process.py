@@ -154,25 +154,22 @@ SHOWN_AFTER_SECONDS = 30.0
 
 
 def launchers() -> dict[str, str]:
-    """Name what has started this process: a Slurm job, the torchrun of this node, both or none.
-
-    The keys are how their environment variables begin.
-    """
+    """Return what started this process: {the variable that counts its restarts: its name}."""
     found = {}
     if "SLURM_JOB_ID" in os.environ:
-        found["SLURM"] = f"Slurm job {os.environ['SLURM_JOB_ID']}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        found["TORCHELASTIC"] = f"torchrun {os.getppid()} on {platform.node()}"
+        found["SLURM_RESTART_COUNT"] = f"Slurm job {os.environ['SLURM_JOB_ID']}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent of its ranks
+        found["TORCHELASTIC_RESTART_COUNT"] = f"torchrun {os.getppid()} on {platform.node()}"
     return found
 
 
 def is_restart(earlier: str) -> bool:
-    """Tell whether Slurm or torchrun has started this process again.
+    """Tell whether Slurm or torchrun has restarted a run.
 
-    `earlier` has a line for each of the `launchers` of the process that began.
+    `earlier` has the names of the `launchers` of the run's earlier process, one a line.
     """
-    for launcher, name in launchers().items():
-        count = os.environ.get(f"{launcher}_RESTART_COUNT", "0")
+    for variable, name in launchers().items():
+        count = os.environ.get(variable, "0")
         if count != "0" and name in earlier.splitlines():
             return True
     return False

@@ -6,7 +6,8 @@ Later it continues at the newest undamaged checkpoint, unless --resume says othe
 
 The mode and the number of ranks may change: `checkpoint.load` gives each rank its part of the saved
 tensors, and `data.step_positions` divides the images of a step among the ranks that there are. The
-global batch must stay, so give --global-batch: --batch is multiplied by the number of ranks.
+global batch must stay the same, so give --global-batch: --batch is multiplied by the number of
+ranks.
 """
 
 import json
@@ -63,12 +64,12 @@ def initial_values(run: Run) -> Callable[..., Tensor]:
     return value
 
 
-def list_newest_first(run: Run, say: Say, begins: bool = True) -> list[Path]:
+def list_newest_first(run: Run, say: Say, dry_run: bool = False) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
-    `begins`: this is the run itself, not a dry run. AgreedError if --out must not hold any, or
-    holds one further than the one to begin at. But a job that began here, and was started again by
-    Slurm or torchrun, goes on with what it has saved.
+    A `dry_run` leaves no trace in --out. AgreedError if --out has checkpoints despite --resume
+    none, or one further than --resume PATH. But if Slurm or torchrun restarts a job that began
+    here, it goes on with what it has saved.
     """
     if run.config.run_mode != "real":
         return []
@@ -76,18 +77,18 @@ def list_newest_first(run: Run, say: Say, begins: bool = True) -> list[Path]:
     def find() -> list[Path]:
         out = run.config.out
         found: list[Path] = list(reversed(_retry(say, checkpoint.list_checkpoints, out)))
-        begun = Path(out, ".launchers")  # of the job that began here last
-        restart = begun.exists() and is_restart(begun.read_text())
-        chosen = _as_asked(run, say, found, restart)
-        if begins:
-            begun.write_text("\n".join(launchers().values()))
+        launchers_file = Path(out, ".launchers")  # what started the newest run in --out
+        restart = launchers_file.exists() and is_restart(launchers_file.read_text())
+        chosen = _choose_checkpoints(run, say, found, restart)
+        if not dry_run:
+            launchers_file.write_text("\n".join(launchers().values()))
         return chosen
 
     return run_on_rank0(find)
 
 
-def _as_asked(run: Run, say: Say, found: list[Path], restart: bool) -> list[Path]:
-    """Choose from the checkpoints in --out, or another one, by --resume; ValueError if refused."""
+def _choose_checkpoints(run: Run, say: Say, found: list[Path], restart: bool) -> list[Path]:
+    """Return the checkpoints to try. ValueError if --resume forbids those in --out (`found`)."""
     what = run.config.resume
     out = run.config.out
     if what == "none" and found and not restart:
@@ -112,10 +113,10 @@ def read_run_state(
 ) -> dict[str, Any]:
     """`load` the first undamaged checkpoint of `found`; return its run state. Collective.
 
-    That is "step", "flags" and "scaler", and its "path"; step 0 if `found` is empty. Damaged
-    checkpoints before it are renamed, so none is ever overwritten, unless `load` is None.
-    AgreedError if flags have changed, if the one checkpoint asked for, or all, are damaged, or if
-    one cannot be read now.
+    It has "step", "flags", "scaler", and the checkpoint's "path"; step 0 if `found` is empty. If
+    `load` is given, damaged ones before it are renamed, so that none is overwritten. AgreedError if
+    flags have changed, if all are damaged, if the only one that --resume PATH allows is, or if one
+    cannot be read now.
     """
     new = {"step": 0, "flags": {}, "scaler": None, "path": None}
     damaged: list[Path] = []
@@ -132,8 +133,8 @@ def read_run_state(
         except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
             error: Any = getattr(raised, "error", raised)  # the same on all ranks
             corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
-            asked_for = list(found) == [Path(run.config.resume)]
-            if asked_for or not corrupt:
+            only_choice = list(found) == [Path(run.config.resume)]  # --resume PATH
+            if only_choice or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised
             say(f"warning: skipping unreadable checkpoint {raised}")
             damaged.append(path)
@@ -175,15 +176,16 @@ def _changes(path: Path, then: dict[str, Any], run: Run) -> str:
     # not the path of --data: the same images may lie elsewhere by now
     images = ("images", "image_names_and_sizes", "image_dtype", "channel_mean", "channel_std")
     decisive = names(RESULT, table=type(run.config)) + images
-    # RESULT are the flags that --help marks with a star. What follows from the mode is not listed.
+    # RESULT marks the flags with a star in --help. Not listed: what follows from the mode.
     listed = {*decisive, *names(COMPARED), "mode", "world_size"}
-    if run.config.epochs and then.get("global_batch") not in (None, now["global_batch"]):
-        batch = then["global_batch"]
+    batch = then.get("global_batch")  # None: another program saved the checkpoint
+    changed = batch not in (None, now["global_batch"])
+    if run.config.epochs and changed:
         what = f"{path} was trained with a global batch of {batch}"
-        why = "with --epochs, the steps already done would count as another number of epochs"
+        why = "with --epochs, the steps already done would count as a different number of epochs"
         advice = f"give --global-batch {batch}"
         if type(run.config) is Config:  # fine-tuning has no --steps
-            advice += ", or --steps"
+            advice += ", or --steps instead of --epochs, with --allow-changes"
         raise ValueError(f"{what}: {why}: {advice}")
     changes = []
     refused = []
@@ -216,7 +218,7 @@ class CheckpointSchedule:
         self.log = log
         self.begin = step
         self.began_at: Path | None = None  # the checkpoint that was resumed
-        self.begins_in_out = True  # at a new run, or at a checkpoint in --out
+        self.begins_in_out = True  # the same is in --out, or there is none
         self.logged = 0  # the newest checkpoint that is in the log
         self.since = time.monotonic()  # the time of the newest save
         self.steps, self.seconds = save_interval(run.config.save_every)
@@ -241,12 +243,12 @@ class CheckpointSchedule:
 
         After a failed save a run goes on with a warning, and tries again when the next save is due.
         After the second failure in a row, or if the last save of a run fails, `train_fsdp.train`
-        ends the run with what is returned here ("save_failed").
+        ends the run: reason "save_failed", and the sentence returned here.
         """
         if not self.saver:
             return None
         start = time.monotonic()
-        problems = self.saver.finish()
+        problems = self.saver.finish()  # now, so that this save is logged by itself
         self.log_saved(start)
         scaler = self.scaler.state_dict() if self.scaler else None
         state = {"flags": self.run.record(), "scaler": scaler}
@@ -261,7 +263,7 @@ class CheckpointSchedule:
         return fatal
 
     def log_saved(self, start: float) -> None:
-        """Log a save that has succeeded, for which training has waited since `start`."""
+        """Log the newest save unless it is logged; training has waited for it since `start`."""
         if self.saver and self.saver.saved > self.logged:
             self.logged = self.saver.saved
             self.log.write("save", step=self.logged, seconds=time.monotonic() - start)
@@ -288,8 +290,8 @@ class CheckpointSchedule:
     def finished(self, open_evaluation: Callable[[], Any]) -> bool:
         """Tell whether no step is left to train, and if so print it. Collective.
 
-        `open_evaluation` returns the run's evaluation, or None. A run that was killed in its last
-        one has left no OUT/done: then it is done now.
+        `open_evaluation` returns the run's evaluation, or None. A run that was killed before its
+        last evaluation ended has left no OUT/done: then the evaluation is made now.
         """
         steps = self.run.steps
         if self.begin < steps:
@@ -297,11 +299,11 @@ class CheckpointSchedule:
         self.log.say(f"already finished: all {steps} steps; {self.where(True)}")
         if self.begins_in_out:
             out = self.run.config.out
-            evaluated = run_on_rank0(Path(out, "done").exists)
-            evaluation = None if evaluated else open_evaluation()
-            if evaluation:
-                evaluation(self.begin)
-            mark_done(out, True)
+            if not run_on_rank0(Path(out, "done").exists):
+                evaluation = open_evaluation()
+                if evaluation:
+                    evaluation(self.begin)
+                mark_done(out, True)
         return True
 
     def where(self, finished: bool) -> str:
@@ -309,8 +311,10 @@ class CheckpointSchedule:
         newest = 0
         if self.saver:
             newest = max(self.saver.saved, self.saver.on_disk)
+        if newest == 0 and self.began_at:
+            return f"began at {self.began_at}, nothing saved"
         if newest == 0:
-            return f"began at {self.began_at}, nothing saved" if self.began_at else "nothing saved"
+            return "nothing saved"
         path = Path(self.run.config.out, f"step_{newest:08d}")
         if finished:
             return f"saved {path}"

@@ -67,7 +67,7 @@ class Session:
         self.heartbeat(f"preparing {out} for this run alone")
 
         def lock() -> str:
-            # no longer than the watchdog lets this phase last
+            # one timeout less than the watchdog allows, so that the lock's own error comes first
             longest = (STARTUP_FACTOR - 1) * self.run.config.timeout
             wait = min(process.REQUEUE_WAIT_SECONDS, longest)
             self.locks.append(process.lock_folder(out, wait))
@@ -170,7 +170,7 @@ def run_session(
     except Exception as error:  # on this rank alone: it must not keep the others waiting
         status = 1
         session.fail(error)
-    if session.finish_saves:  # a save in the background uses session.gloo, as the barrier does
+    if session.finish_saves:  # before the barrier: two threads in one group deadlock
         session.heartbeat("saving")
         session.finish_saves()
     session.watchdog.stop()

@@ -157,10 +157,10 @@ def list_images(
 def choose(
     files: ImageList, include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[ImageList, dict[str, int]]:
-    """Choose the images of a pack that match the patterns -> them, and {reason: number left out}.
+    """Return the images of a pack that match the patterns, and {reason: number left out}.
 
-    A pattern chooses the same images as in the folder that was packed, although the pack may have
-    given them another ending. ValueError if none is chosen.
+    A pattern chooses the same images as in the folder that was packed: the ending that the pack may
+    have added does not count. ValueError if none is chosen.
     """
     rows: list[int] = []
     left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
@@ -223,14 +223,14 @@ def fingerprint(files: ImageList) -> str:
     return f"{zlib.crc32(files.table['size'].tobytes(), checksum):08x}"
 
 
-def have_same_images(one: ImageList, other: ImageList) -> bool:
+def lists_overlap(one: ImageList, other: ImageList) -> bool:
     """Tell whether two lists have a file in common, or are copies of each other.
 
-    Copies have the same names, sizes and, in a sample, contents.
+    Copies have the same names and sizes, and three of their images the same content.
     """
     if fingerprint(one) == fingerprint(other):
-        some = (0, len(one) // 2, len(one) - 1)
-        return all(one.read(index) == other.read(index) for index in some)
+        sample = (0, len(one) // 2, len(one) - 1)
+        return all(one.read(index) == other.read(index) for index in sample)
     roots = os.path.realpath(one.root), os.path.realpath(other.root)
     if os.path.commonpath(roots) not in roots:  # neither folder contains the other
         return False

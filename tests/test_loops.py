@@ -1384,7 +1384,7 @@ REFUSED_ON_RANKS = {
     sharded_twice: r"blocks.0.fc.weight is sharded already",
     block_twice_in_bf16: "do not call a block twice either",
     adafactor_of_fsdp1: "use mode ddp, or an elementwise",
-    by_one_number: r"ByOneNumber gives another result on FSDP2's .* \.full_tensor\(\)",
+    by_one_number: r"ByOneNumber gives different results on FSDP2's .* \.full_tensor\(\)",
     lbfgs_of_zero1: r"LBFGS could not be tried .* set optimizer.elementwise = True",
     partial(by_norms, "full_shard", 1, False): "ByNorms needs whole tensors",
     partial(by_norms, "shard_grad_op", 1, True): "ByNorms needs whole tensors",

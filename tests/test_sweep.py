@@ -145,13 +145,13 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("scaling --nodes 2", "add --sbatch"),
         ("io --data no", "there is no folder no"),
         ("report .", "results.jsonl"),
-        ("scaling -- --encoder-only", "--encoder-only is no flag of a run"),
-        ("scaling -- --memory-gib 8", "--memory-gib is no flag of a run"),
+        ("scaling -- --encoder-only", "--encoder-only is no flag of train_fsdp.py"),
+        ("scaling -- --memory-gib 8", "--memory-gib is no flag of train_fsdp.py"),
         (
             "scaling -- --world-size 64",
-            "--world-size is no flag of a run, or one that a sweep sets",
+            "--world-size is no flag of train_fsdp.py, or not for a sweep",
         ),
-        ("scaling -- --resume x", "--resume is no flag of a run, or one that a sweep sets"),
+        ("scaling -- --resume x", "--resume is no flag of train_fsdp.py, or not for a sweep"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
@@ -255,7 +255,7 @@ def test_a_point_that_is_running_is_not_started_again(tmp_path, stand_in):
     first = subprocess.Popen(program, env=single_environment() | {"NAP": "60"}, **quiet)
     wait_for(lambda: stand_in.read_text().count("\n") == 1)
     said = here(*command, "--retry", status=1)
-    assert "is running: " in said and states(out) == ["done", "unfinished"]
+    assert "cannot be locked: " in said and states(out) == ["done", "unfinished"]
     assert first.poll() is None
     first.terminate()
     first.wait()
