@@ -131,7 +131,7 @@ class Saver:
     ) -> None:
         if background and group in (None, dist.group.WORLD):
             raise ValueError('background needs a group of its own: dist.new_group(backend="gloo")')
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a later os.chdir() must not change it
         self.model = model
         self.optimizer = optimizer
         self.keep = keep
@@ -146,6 +146,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1) if background else None
         # With a GPU all saves reuse one copy in pinned memory: slow to allocate, fast to fill.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        self.staged: dict[str, Any] = {}  # shape and dtype of what that copy has
         self.pending: tuple[int, Future[str | None]] | None = None  # its step, and why it failed
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:
@@ -158,7 +159,7 @@ class Saver:
         if step < 0 or self.keep < 1:  # the checkpoint would not be found, or be removed at once
             raise ValueError("give step 0 or more, keep 1 or more")
         problems = self.finish()
-        _remove_leftovers(self.folder)  # left by a killed run; before any rank writes
+        _remove_leftovers(self.folder, self.group)  # left by a killed run; before any rank writes
         describe = partial(self._describe, step, run_state)
         manifest, tensors, held = _on_all_ranks(describe, self.group)
         settings = json.dumps(manifest["optimizers"], sort_keys=True)
@@ -168,7 +169,7 @@ class Saver:
         if self.thread is None:
             problem = self._write(tensors, manifest, pieces)
             return problems + self._record_outcome(step, problem)
-        tensors = self.stager.stage(tensors)  # a copy: training goes on to change the originals
+        tensors = self._stage(tensors)  # a copy: training goes on to change the originals
         self.pending = step, self.thread.submit(self._write, tensors, manifest, pieces)
         if wait:
             problems += self.finish()
@@ -185,12 +186,27 @@ class Saver:
         if taken:
             raise _Refused(f"run_state has the key {taken.pop()}, which the manifest itself uses")
         manifest = _to_json(run_state, "run_state")
+        if KEYED in manifest:
+            raise _Refused("run_state has a key that is not a string: use strings")
         manifest["step"] = step
         manifest["optimizers"] = state.describe_groups()
         # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved.
         if dist.get_rank(self.group) != 0:
             tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
         return manifest, tensors, group_by_holders(tensors, state.origins)
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a copy of the tensors in host memory."""
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        if shapes != self.staged:  # such as states made by the first step: the old copy has no room
+            cached = torch.cuda.is_available()
+            self.stager = BlockingAsyncStager(cache_staged_state_dict=cached)
+            self.staged = shapes
+        staged = dict(self.stager.stage(tensors))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor) and tensor.ndim == 0:  # PyTorch would not copy it
+                staged[name] = tensor.detach().clone()
+        return staged
 
     def finish(self) -> list[str]:
         """Wait for a save in the background, if any; return what `save` returns. Collective."""
@@ -234,7 +250,7 @@ class Saver:
             self.on_disk = step
         except OSError as error:
             problem = f"step {step} was not saved: {error}"
-        _remove_leftovers(self.folder)
+        _remove_leftovers(self.folder, self.group)
         return problem
 
     def _write_part(
@@ -277,9 +293,13 @@ class Saver:
             with atomic_write(temporary / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             final = self.folder / f"step_{manifest['step']:08d}"
-            if final.exists():
-                _rename_for_removal(final)
-            temporary.rename(final)
+            removed = _rename_for_removal(final) if final.exists() else None
+            try:
+                temporary.rename(final)
+            except OSError:
+                if removed:
+                    removed.rename(final)
+                raise
             with atomic_write(self.folder / "latest") as file:
                 file.write(f"{final.name}\n".encode())
         with suppress(OSError):
@@ -496,6 +516,8 @@ class TrainingState:
         elif optimizer is not None:
             self.optimizers = list(optimizer)
         self.fsdp1 = bool(FSDP1.fsdp_modules(model))
+        if self.optimizers:
+            _refuse_flat_parameters(model)
         self.names = {p: _original_name(model, name) for name, p in model.named_parameters()}
         self.owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
         # the name of each of the `tensors` -> "parameter", "buffer", "optimizer 0", ...
@@ -514,7 +536,12 @@ class TrainingState:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         for attribute, value in vars(_stateful(optimizer)).items():
-            if isinstance(value, torch.optim.Optimizer):
+            parts = [value]
+            if isinstance(value, list | tuple):
+                parts = [*value]
+            elif isinstance(value, dict):
+                parts = [*value.values()]
+            if any(isinstance(part, torch.optim.Optimizer) for part in parts):
                 advice = f"give that optimizer, and in run_state what {kind} itself keeps"
                 raise _Refused(f"{kind} keeps its states in .{attribute}: {advice}")
         for p in _parameters_of(optimizer):
@@ -733,11 +760,12 @@ class TrainingState:
             for own_group, loaded in zip(own_groups, stateful.param_groups, strict=True):
                 own_group.update(loaded)
             stateful.param_groups = own_groups
-            # nor does it keep the dtypes of states, such as those in bf16
+            # nor does it keep the dtypes of states: it has rounded them to that of the parameter
             for p in order:
                 for leaf, value in states.get(p, {}).items():
-                    if isinstance(value, Tensor):
-                        stateful.state[p][leaf] = stateful.state[p][leaf].to(value.dtype)
+                    now = stateful.state[p][leaf]
+                    if isinstance(value, Tensor) and now.dtype != value.dtype:
+                        stateful.state[p][leaf] = value.to(now.device)
 
     def _shard_for_fsdp1(
         self, named: Mapping[str, dict[str, Any]]
@@ -769,6 +797,17 @@ def _refuse_part_of_fsdp1(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if getattr(p, FSDP_FLATTENED, False) and FSDP_WRAPPED_MODULE not in name:
             raise _Refused(f"{name} is sharded by FSDP1 in a larger model: give the whole model")
+
+
+def _refuse_flat_parameters(model: nn.Module) -> None:
+    """Raise _Refused for FSDP1 whose optimizer sees only flat parameters, of several names each."""
+    for module in FSDP1.fsdp_modules(model):
+        handle: Any = module._handle
+        if handle is not None and not handle._use_orig_params:
+            raise _Refused(
+                "FSDP1 without use_orig_params=True gives the optimizer flat parameters, whose "
+                "states have no names: build it with use_orig_params=True"
+            )
 
 
 def _check_keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -806,6 +845,19 @@ def _check_model(tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> N
         now = tuple(tensors[name].shape) if name in tensors else "missing"
         if then != now:
             raise _Refused(f"{name} is {then} in the checkpoint, {now} in the model")
+        saved_dtype = entries[name].properties.dtype
+        own = tensors[name]
+        if own.device.type == "meta":
+            raise _Refused(f"{name} is on meta: call model.to_empty(device=...) first")
+        if not _can_hold(own.dtype, saved_dtype):
+            raise _Refused(f"{name} is {saved_dtype} in the checkpoint, {own.dtype} in the model")
+
+
+def _can_hold(own: torch.dtype, saved: torch.dtype) -> bool:
+    """Tell whether a tensor can take values of the saved dtype; floats may be rounded."""
+    if saved.is_floating_point or saved.is_complex:
+        return torch.can_cast(saved, own)
+    return torch.promote_types(saved, own) == own
 
 
 def _like(own: Any, value: Any) -> Any:
@@ -1038,14 +1090,14 @@ def _size_and_crc(path: Path) -> list[int]:
     return [size, crc]
 
 
-def _rename_for_removal(checkpoint: Path) -> None:
+def _rename_for_removal(checkpoint: Path) -> Path:
     """Rename a checkpoint: a kill during its removal must not leave half of it under its name."""
-    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove, on rank 0, partial and renamed checkpoints; a save goes on if that fails."""
-    if dist.get_rank() != 0:
+def _remove_leftovers(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Remove, on the first rank, partial and renamed checkpoints; a save goes on if that fails."""
+    if dist.get_rank(group) != 0:
         return
     with suppress(OSError):
         for path in folder.glob(".step_*.*"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from conftest import FULL
 from ranks import full_parameters, join, on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 
@@ -894,3 +894,128 @@ def test_a_save_before_the_first_step_changes_nothing(single, tmp_path):
             checkpoint.save(tmp_path, 0, model, optimizer)
         step_of(model, [optimizer], 0, 6)
     assert apart(models[0], models[1]) == 0
+
+
+# --- one process
+
+
+class Pair(torch.optim.Optimizer):
+    """Keeps its optimizers in a list, as wrappers around Muon and AdamW do."""
+
+    def __init__(self, parameters: Iterable) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, {})
+        self.optimizers = [torch.optim.SGD(parameters[:1], 0.1), torch.optim.AdamW(parameters[1:])]
+
+    def step(self, closure: Callable | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_states_of_another_dtype_than_their_parameter_keep_every_bit(single, tmp_path):
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).bfloat16()
+        optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+        for step in range(5):
+            model(torch.full((2, 4), step + 1.0, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        optimizer.state[model.weight]["master"] = torch.linspace(0, 1, 16).view(4, 4)
+        optimizer.state[model.weight]["counts"] = torch.full((4, 4), 2**24 + 1)
+        return model, optimizer
+
+    model, optimizer = trained()
+    folder = checkpoint.save(tmp_path, 1, model, optimizer)
+    fresh, other = trained()
+    for state in other.state.values():
+        for value in state.values():
+            value.zero_()
+    checkpoint.load(folder, fresh, other)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        for leaf, value in optimizer.state[p].items():
+            loaded = other.state[q][leaf]
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value), leaf
+
+
+def test_what_no_load_could_restore_is_refused_at_the_save(single, tmp_path):
+    model = nn.Linear(2, 2)
+    for optimizer, run_state, words in (
+        (Pair(model.parameters()), {}, "Pair keeps its states in .optimizers"),
+        (None, {0: "x", "epoch": 3}, "a key that is not a string"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            checkpoint.save(tmp_path, 1, model, optimizer, run_state)
+    assert not [*tmp_path.glob("step_*")]
+
+
+def test_flat_parameters_of_fsdp1_are_refused_at_the_save(single, tmp_path):
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=CPU)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="use_orig_params=True"):
+        checkpoint.save(tmp_path, 1, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ("int64", "int32"),
+        ("int64", "uint8"),
+        ("float32", "int64"),
+        ("complex64", "float32"),
+        ("int32", "int64"),
+        ("float32", "bfloat16"),
+    ],
+)
+def test_a_buffer_takes_only_values_that_it_can_hold(saved, own, single, tmp_path):
+    def model_of(dtype: str) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.tensor([300, 7]).to(getattr(torch, dtype)))
+        return model
+
+    folder = checkpoint.save(tmp_path, 1, model_of(saved), None)
+    model = model_of(own)
+    if (saved, own) in (("int32", "int64"), ("float32", "bfloat16")):
+        model.table.zero_()
+        checkpoint.load(folder, model, None)
+        assert model.table.tolist() == [300, 7]
+        return
+    with pytest.raises(ValueError, match=f"table is torch.{saved} in the checkpoint, torch.{own}"):
+        checkpoint.load(folder, model, None)
+
+
+def test_a_model_on_meta_is_refused(single, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, nn.Linear(2, 2), None)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="is on meta"):
+        checkpoint.load(folder, model, None)
+
+
+def test_a_failed_save_of_a_step_that_exists_leaves_it(single, tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    folder = checkpoint.save(tmp_path, 1, model, None)
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name.endswith(".writing"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.save(tmp_path, 1, model, None)
+    assert checkpoint.check(folder) and [path.name for path in tmp_path.glob("*step_*")] == [
+        "step_00000001"
+    ]
+
+
+def test_a_saver_keeps_its_folder_when_the_program_goes_to_another(single, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saver = checkpoint.Saver("out", nn.Linear(2, 2), None, keep=1)
+    saver.save(1, {})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saver.save(2, {})
+    assert [path.name for path in tmp_path.rglob("step_*")] == ["step_00000002"]
