@@ -71,7 +71,7 @@ case $MACHINE in
         # NCCL copies directly between GPUs only if a rank sees all GPUs of the job on its node.
         # srun shows a rank all of them, unless sbatch's flags reach it through these variables.
         unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU
-        unset SLURM_TRES_PER_TASK # another name of --gpus-per-task, since Slurm 23.11
+        unset SLURM_TRES_PER_TASK # how newer versions of Slurm hand on --gpus-per-task
         gpu=(${GPU_BIND:+--gpus-per-task=1 --gpu-bind="$GPU_BIND"})
         port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # jobs may share a node
         nvme=${NVME_DIR:-${TMPDIR:-/tmp}} modules=${MODULES-} net=

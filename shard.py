@@ -2009,8 +2009,9 @@ def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
             in_shards = _change_in_trial(optimizer, group, indices, shard_tensor)
         except Exception:
             return True
-        # some optimizers compute in bf16, where the order of summation shows
-        tolerance = 0.03 * whole.abs().max().item()
+        # Muon computes in bf16, where the order of summation shows: 2 % on four ranks. A norm of
+        # one rank's part is wrong by far more.
+        tolerance = 0.1 * whole.abs().max().item()
         if not torch.allclose(in_shards, whole, rtol=0, atol=tolerance):
             return False
     return True

@@ -542,6 +542,10 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
     now = full_parameters(divide_by_the_largest(place_of("full_shard")))
     for name, value in expected.items():
         torch.testing.assert_close(now[name], value)
+    expected = train_by_muon(Place(list(range(dist.get_world_size())))).state_dict()
+    now = full_parameters(train_by_muon(place_of("full_shard")))
+    for name, value in expected.items():  # it computes in bf16; three steps change 0.06
+        torch.testing.assert_close(now[name], value, rtol=0, atol=0.015)
     found: dict[tuple, float | str] = {}
     for name, loop in LOOPS.items():
         expected = [
@@ -1074,6 +1078,17 @@ def divide_by_the_largest(place: Place) -> nn.Module:
     for step in range(3):
         place.backward_of(model, step)
         update(optimizer)
+    return model
+
+
+def train_by_muon(place: Place) -> nn.Module:
+    model = place.apply(build(outputs=4))
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = place.optimizer(matrices, torch.optim.Muon, lr=0.02)
+    for step in range(3):
+        place.backward_of(model, step)
+        optimizer.step()
+        model.zero_grad()
     return model
 
 
