@@ -115,7 +115,8 @@ class Saver:
 
     The ranks coordinate through `group`: give a gloo group, because NCCL would gather objects in
     GPU memory. With `background` a thread writes from a copy in host memory, and training waits
-    only for the copy. Nothing else may use `group` then: two threads in one group deadlock.
+    only for the copy. Nothing else may use `group` then: two threads in one group deadlock. Call
+    `finish` before the process group is destroyed, or the last save is lost.
     ValueError for `background` without a group of its own.
     """
 
@@ -161,10 +162,11 @@ class Saver:
         problems = self.finish()
         _remove_leftovers(self.folder, self.group)  # left by a killed run; before any rank writes
         describe = partial(self._describe, step, run_state)
-        manifest, tensors, held = _on_all_ranks(describe, self.group)
+        manifest, state, tensors, held = _on_all_ranks(describe, self.group)
         settings = json.dumps(manifest["optimizers"], sort_keys=True)
-        own = [*held], zlib.crc32(settings.encode())
-        keys_by_rank = _gather_decide_broadcast(own, _keys_if_settings_agree, self.group)
+        names = zlib.crc32(" ".join(state.names.values()).encode())
+        own = _RankSummary([*held], zlib.crc32(settings.encode()), names, state.states_checksum)
+        keys_by_rank = _gather_decide_broadcast(own, _keys_if_ranks_agree, self.group)
         pieces = share(held, keys_by_rank, dist.get_rank(self.group))
         if self.thread is None:
             problem = self._write(tensors, manifest, pieces)
@@ -177,8 +179,8 @@ class Saver:
 
     def _describe(
         self, step: int, run_state: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Tensor], Held]:
-        """Return the manifest, this rank's tensors, and these grouped by `group_by_holders`."""
+    ) -> tuple[dict[str, Any], TrainingState, dict[str, Tensor], Held]:
+        """Return manifest, state, this rank's tensors, and these grouped by `group_by_holders`."""
         # first what is collective: if one rank refuses something below, none waits for it
         state = TrainingState(self.model, self.optimizer)
         tensors = state.tensors()
@@ -190,10 +192,15 @@ class Saver:
             raise _Refused("run_state has a key that is not a string: use strings")
         manifest["step"] = step
         manifest["optimizers"] = state.describe_groups()
-        # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved.
+        # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved, but
+        # of a buffer that is itself sharded (a copy of a sharded parameter) every rank's part.
         if dist.get_rank(self.group) != 0:
-            tensors = {name: t for name, t in tensors.items() if state.origins[name] != "buffer"}
-        return manifest, tensors, group_by_holders(tensors, state.origins)
+            tensors = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if isinstance(tensor, DTensor) or state.origins[name] != "buffer"
+            }
+        return manifest, state, tensors, group_by_holders(tensors, state.origins)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of the tensors in host memory."""
@@ -303,19 +310,41 @@ class Saver:
             with atomic_write(self.folder / "latest") as file:
                 file.write(f"{final.name}\n".encode())
         with suppress(OSError):
-            steps = [p for p in list_checkpoints(self.folder) if step_of(p) <= manifest["step"]]
+            every = list_checkpoints(self.folder)
+            steps = [path for path in every if step_of(path) <= manifest["step"]]
             for old in steps[: -self.keep]:
                 _rename_for_removal(old)
+            if len(steps) < len(every):
+                further = f"{every[-1]} is further than step {manifest['step']}, just saved"
+                warnings.warn(f"{further}: move it away, or find_newest returns it", stacklevel=1)
 
 
-def _keys_if_settings_agree(of_ranks: list[tuple[list[str], int]]) -> list[list[str]]:
-    """Return what each rank holds; _Refused if settings of the optimizers differ between ranks."""
-    if len({checksum for _, checksum in of_ranks}) > 1:
+class _RankSummary(NamedTuple):
+    """What the first rank compares before a save."""
+
+    keys: list[str]  # of what the rank holds (`group_by_holders`)
+    settings: int  # checksum of the settings of the optimizers
+    parameters: int  # checksum of the names of its parameters
+    states: int  # checksum of the names of those that have states; 0 with ZeRO-1
+
+
+def _keys_if_ranks_agree(of_ranks: list[_RankSummary]) -> list[list[str]]:
+    """Return the keys of each rank; _Refused if the optimizers differ between ranks."""
+    if len({rank.settings for rank in of_ranks}) > 1:
         raise _Refused(
             "the learning rates or other settings of the optimizers differ between ranks: give a "
             "scheduler values that are the same on all, such as a loss averaged over ranks"
         )
-    return [keys for keys, _ in of_ranks]
+    states_of: dict[int, int] = {}
+    for rank in of_ranks:
+        # Loading gives every rank the states of all its parameters. If only one goes on updating
+        # them, the next save would mix its states with those that the others were given.
+        if states_of.setdefault(rank.parameters, rank.states) != rank.states:
+            raise _Refused(
+                "some ranks have optimizer states for parameters for which others have none: keep "
+                "them on all ranks, divide them by ZeroRedundancyOptimizer, or use FSDP2"
+            )
+    return [rank.keys for rank in of_ranks]
 
 
 @contextmanager
@@ -356,6 +385,7 @@ def load(
     def check_all() -> Metadata:
         check_files(folder, manifest, dist.get_rank(group), dist.get_world_size(group))
         index = unpickle_index(pickled)
+        state.resize_extra_states(tensors, index.state_dict_metadata)
         try:
             _check_model(tensors, index.state_dict_metadata)
             state.read_settings(manifest["optimizers"])
@@ -370,7 +400,9 @@ def load(
     index = _on_all_ranks(check_all, group)
     _on_all_ranks(partial(read_tensors, folder, index, tensors), group)
     with _sharded_states(model):
-        model.load_state_dict(state.of_model)
+        # not strict: a model may leave frozen parts out of its state_dict(). `_check_model` has
+        # compared all names that it does have.
+        model.load_state_dict(state.of_model, strict=False)
     state.load_states(tensors)
     return manifest
 
@@ -479,14 +511,20 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return parameters
 
 
-def _name_entry(parameter: str, leaf: str, value: Any) -> str:
-    """Name a state "optim.KIND.PARAMETER.LEAF": a dot in the leaf's own name would divide it."""
+def _name_entry(name: str, leaf: str, value: Any, parameter: Tensor) -> str:
+    """Name a state "optim.KIND.NAME.LEAF"; `name` is that of its parameter.
+
+    KIND is "whole" if an optimizer keeps a whole tensor for a sharded parameter. A dot in the
+    leaf's own name is replaced, because it would divide the name.
+    """
     kind = "state"
     if value is None:
         kind = "none"
     elif not isinstance(value, Tensor):
         kind = "number"
-    return f"optim.{kind}.{parameter}.{leaf.replace('%', '%25').replace('.', '%2E')}"
+    elif isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim > 0:
+        kind = "whole"
+    return f"optim.{kind}.{name}.{leaf.replace('%', '%25').replace('.', '%2E')}"
 
 
 def _split_entry(entry: str) -> tuple[str, str, str]:
@@ -522,6 +560,8 @@ class TrainingState:
         self.owners: dict[nn.Parameter, torch.optim.Optimizer] = {}
         # the name of each of the `tensors` -> "parameter", "buffer", "optimizer 0", ...
         self.origins: dict[str, str] = {}
+        # of the names of the parameters that have states; 0 with ZeRO-1, which divides them
+        self.states_checksum = 0
         # what `read_settings` has found, for each parameter group of each optimizer
         self.settings: list[dict[str, Any]] = []
         if self.fsdp1:  # no rank may go on to what is collective alone
@@ -573,10 +613,9 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors of the training state, by name; fill in `origins`. Collective.
 
-        The names are "model.NAME", "optim.state.NAME.LEAF" and, for a Python number or None,
-        "optim.number.NAME.LEAF" or "optim.none.NAME.LEAF", where LEAF is a key in the state of a
-        parameter. Sharded tensors are DTensors. _Refused, a ValueError, if a state could not be
-        restored.
+        The names are "model.NAME" and those of `_name_entry`, where LEAF is a key in the state of a
+        parameter, and KIND tells a Python number or None from a tensor. Sharded tensors are
+        DTensors. _Refused, a ValueError, if a state could not be restored.
         """
         tensors = self.model_tensors()
         self.origins = dict.fromkeys(tensors, "parameter")
@@ -584,17 +623,24 @@ class TrainingState:
         others += [name for name in self.of_model if name.endswith("_extra_state")]
         for name in others:
             self.origins[f"model.{_original_name(self.model, name)}"] = "buffer"
+        with_states: set[str] = set()
         for number, optimizer in enumerate(self.optimizers):
-            for name, leaves in self._states_of(optimizer).items():
+            states = self._states_of(optimizer)
+            if not isinstance(optimizer, ZeroRedundancyOptimizer):
+                with_states |= states.keys()
+            for name, leaves in states.items():
                 for leaf, value in leaves.items():
                     _check_leaf(name, leaf, value)
-                    entry = _name_entry(name, leaf, value)
+                    parameter = tensors[f"model.{name}"]
+                    entry = _name_entry(name, leaf, value, parameter)
                     if not isinstance(value, Tensor):
                         dtype = torch.float64 if isinstance(value, float) else None
                         value = torch.tensor(0 if value is None else value, dtype=dtype)
-                    _check_shape(entry, value.shape, tensors[f"model.{name}"])
+                    _check_shape(entry, value.shape, parameter)
                     tensors[entry] = value
                     self.origins[entry] = f"optimizer {number}"
+        if with_states:
+            self.states_checksum = zlib.crc32(" ".join(sorted(with_states)).encode())
         return tensors
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -705,6 +751,18 @@ class TrainingState:
                     raise _Refused(f"{where}, but are in one parameter group now")
             self.settings.append(settings)
 
+    def resize_extra_states(self, tensors: dict[str, Tensor], entries: Mapping[str, Any]) -> None:
+        """Allocate what modules keep by `get_extra_state` in its saved size, which may vary."""
+        for key in self.of_model:
+            name = f"model.{_original_name(self.model, key)}"
+            if key.endswith("_extra_state") and name in entries:
+                saved = entries[name]
+                if saved.size != tensors[name].shape:
+                    device = tensors[name].device
+                    new = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+                    tensors[name] = new
+                    self.of_model[key] = new
+
     def empty_states(
         self, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]
     ) -> dict[str, Tensor]:
@@ -717,15 +775,18 @@ class TrainingState:
         for entry, saved in entries.items():
             if not entry.startswith("optim."):
                 continue
-            _, name, _ = _split_entry(entry)
+            kind, name, _ = _split_entry(entry)
             if name not in own:
                 continue
             parameter = tensors[f"model.{name}"]
             _check_shape(entry, saved.size, parameter)
-            if saved.size == parameter.shape:
-                found[entry] = torch.empty_like(parameter, dtype=saved.properties.dtype)
+            dtype = saved.properties.dtype
+            if kind == "whole":
+                found[entry] = torch.empty(saved.size, dtype=dtype, device=parameter.device)
+            elif saved.size == parameter.shape:
+                found[entry] = torch.empty_like(parameter, dtype=dtype)
             else:
-                found[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
+                found[entry] = torch.empty(saved.size, dtype=dtype)
         return found
 
     def load_states(self, tensors: Mapping[str, Tensor]) -> None:
@@ -735,8 +796,10 @@ class TrainingState:
             if entry.startswith("optim."):
                 kind, name, leaf = _split_entry(entry)
                 value: Any = tensor
-                if kind != "state":
-                    value = tensor.item() if kind == "number" else None
+                if kind == "number":
+                    value = tensor.item()
+                elif kind == "none":
+                    value = None
                 named.setdefault(name, {})[leaf] = value
         if self.fsdp1 and self.optimizers:
             states = self._shard_for_fsdp1(named)

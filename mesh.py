@@ -64,23 +64,38 @@ class Ranks:
     local_rank: int = 0  # on this node
     local_world_size: int = 1  # ranks on this node
     launcher: str = "single"  # or "torchrun", "srun"
-    # MASTER_ADDR and MASTER_PORT; empty for a single process without a launcher
+    # MASTER_ADDR and MASTER_PORT; empty for a single process, unless torchrun started it
     rendezvous: Mapping[str, str] = field(default_factory=dict)
+
+
+# What torchrun sets for each rank
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What other launchers set to their number of processes: Open MPI, MPICH and its relatives (also
+# PALS), MVAPICH, Flux, and jsrun
+OTHER_LAUNCHERS = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_SIZE",
+)
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
     RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or if a Slurm job with several tasks or nodes starts this process without srun: a
-    single process would surely be a mistake there.
+    by node, or if a single process would surely be a mistake: in a Slurm job with several tasks or
+    nodes, without srun, or under another launcher, such as mpiexec, that has started several.
     """
     # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchrun processes,
-    # not the ranks.
-    if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+    # not the ranks. Some job scripts export a few of the same names and then call srun.
+    if all(name in environ for name in TORCHRUN):
         return _torchrun_ranks(environ)
     if _started_by_srun(environ):
         return _slurm_ranks(environ)
+    if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+        return _torchrun_ranks(environ)
     several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
     several_nodes = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     if "SLURM_JOB_ID" in environ and (several_tasks or several_nodes):
@@ -88,6 +103,13 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
             "this Slurm job has several tasks or nodes, but this process was not started by srun: "
             "type `srun python`, or, for one process, `srun -n1 python`"
         )
+    for name in OTHER_LAUNCHERS:
+        if environ.get(name, "1") != "1":
+            raise RuntimeError(
+                f"the variable {name} says that {environ[name]} processes were started, but this "
+                "script takes its rank from torchrun or srun: use one of them, or export "
+                f"{', '.join(TORCHRUN)} in each process; for a single process, unset {name}"
+            )
     return Ranks()  # a single process
 
 
@@ -110,8 +132,8 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
         raise RuntimeError(
-            f"the variable {error}, which torchrun sets, is missing: "
-            "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+            f"the variable {error}, which torchrun sets, is missing: start the ranks by torchrun, "
+            "or, for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         ) from None
     return Ranks(rank, world_size, local_rank, local_world_size, "torchrun", rendezvous)
 
@@ -143,6 +165,8 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
             "node, so Slurm does not number the ranks node by node: give srun "
             "`--distribution=block`, and do not set another order of nodes or tasks"
         )
+    if world_size == 1:  # it needs no port, which another run in this step may have taken
+        return Ranks(launcher="srun")
     defaults: dict[str, str] = {}
     if len(counts) == 1:
         # All ranks are on one node, so the address is known. Other jobs may share the node, so the
@@ -156,7 +180,8 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     except KeyError as error:
         raise RuntimeError(
             f"the variable {error} is missing: on several nodes, type "
-            "`export MASTER_ADDR=$(hostname -i) MASTER_PORT=3442` before srun"
+            "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) "
+            "MASTER_PORT=3442` before srun"
         ) from None
     return Ranks(rank, world_size, local_rank, counts[node], "srun", rendezvous)
 

@@ -49,6 +49,8 @@ NETWORK = "--network=disable_rdzv_get"  # as in launch_frontier.sh
 END_SECONDS = 60  # that a run may take to end when it is asked to
 DEFAULT_NODES = (1, 2, 4, 8)
 RETRIED = ("failed", "timed out", "unfinished")  # the states that --retry runs again
+PLANS = ("quick", "options", "scaling", "io", "report", "point")
+FLAGS_OF_RUNS = ("models", "nodes", "ranks", "data", "sbatch", "machine", "limit", "retry")
 
 # --- Points
 
@@ -295,13 +297,26 @@ def node_counts(text: str) -> list[int]:
     return [read(word) for word in text.split(",")]
 
 
+def check_flags(args: argparse.Namespace, parser: config.Parser) -> None:
+    """Refuse flags that the plan would ignore; ValueError."""
+    unused: tuple[str, ...] = ()
+    if args.what == "report":
+        unused = FLAGS_OF_RUNS
+    elif args.what == "quick":
+        unused = ("nodes",)
+    for name in unused:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"{args.what} does not use --{name}: leave it out")
+    if args.what == "options" and args.nodes and len(args.nodes) > 1:
+        raise ValueError("options runs on one number of nodes: give --nodes one number")
+
+
 def build_parser() -> config.Parser:
     """Build the parser of the command line."""
     parser = config.Parser("sweep.py", doc=__doc__)
     add = parser.add_argument
     tiles = HERE / "examples" / "tiles" / "train"
-    plans = ("quick", "options", "scaling", "io", "report", "point")
-    add("what", metavar="PLAN", choices=plans, help="quick, options, scaling, io; or report")
+    add("what", metavar="PLAN", choices=PLANS, help="quick, options, scaling, io; or report")
     add("dirs", type=Path, metavar="DIR", nargs="*", help="of report")
     add("--out", type=Path, metavar="DIR", help="(default sweep_PLAN; report: the first DIR)")
     text = "(default: quick tiny or base, io base, options 5b, scaling base,1b,3b,5b,15b)"
@@ -331,11 +346,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
     try:
+        check_flags(args, parser)
         if args.what in ("report", "point") and not args.dirs:
             raise ValueError("which sweep? name its folder, or examples/published")
         if args.what == "point":
             return run_task(args)
         if args.what == "report":
+            if added:
+                raise ValueError("report runs nothing: leave out the flags after --")
             report.write_page(args.dirs, args.out)
             return 0
         if args.dirs:

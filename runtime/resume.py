@@ -132,7 +132,8 @@ def read_run_state(
                 _retry(say, load, path)
         except (AgreedError, checkpoint.CorruptCheckpointError, OSError) as raised:
             error: Any = getattr(raised, "error", raised)  # the same on all ranks
-            corrupt = isinstance(error, checkpoint.CorruptCheckpointError)
+            # a file that is still missing after all retries will not come back
+            corrupt = isinstance(error, checkpoint.CorruptCheckpointError | FileNotFoundError)
             only_choice = list(found) == [Path(run.config.resume)]  # --resume PATH
             if only_choice or not corrupt:
                 raise AgreedError(str(raised), error=error) from raised

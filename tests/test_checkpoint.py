@@ -424,6 +424,16 @@ def test_damage_of_the_newest_is_skipped_and_kept_and_of_all_refused(folder, fin
     assert "--resume PATH" in the_error(capsys) and tree(folder) == before
 
 
+def test_a_checkpoint_that_lacks_a_file_is_skipped_too(folder, capsys, monkeypatch):
+    """As a copy that was interrupted, or a purge of old files, leaves it."""
+    monkeypatch.setattr(resume.time, "sleep", lambda seconds: None)
+    (folder / "step_00000006" / SHARD).unlink()
+    assert run(folder) == 0
+    out = capsys.readouterr().out
+    assert "skipping unreadable checkpoint" in out and "step_00000004 at step 4" in out
+    assert names(folder) == ["damaged_step_00000006", *steps(4, 6)]
+
+
 @pytest.mark.parametrize(("module", "name"), [(io, "open"), (os, "scandir")])
 def test_a_passing_error_is_not_damage(module, name, folder, finished, capsys, monkeypatch):
     """It is retried, then ends the run; no older checkpoint is loaded, no file changed."""

@@ -51,6 +51,13 @@ ONE_NODE = {  # rank 2 of 4, nothing exported by hand
         ),
         # `srun torchrun`: Slurm counts agents
         (ONE_NODE | TORCHRUN, (6, 8, 2, 4, "torchrun")),
+        # a job script that exports what torch.distributed needs, before srun or in each task
+        (SRUN | {"WORLD_SIZE": "20"}, (17, 20, 1, 4, "srun")),
+        (SRUN | {"RANK": "17", "WORLD_SIZE": "20", "LOCAL_RANK": "1"}, (17, 20, 1, 4, "srun")),
+        # mpiexec, with torchrun's variables exported in each process
+        (TORCHRUN | {"PMI_SIZE": "8", "PMI_RANK": "6"}, (6, 8, 2, 4, "torchrun")),
+        (SRUN | {"PMI_SIZE": "20"}, (17, 20, 1, 4, "srun")),  # srun --mpi=pmi2
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, 0, 1, "single")),
         ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, "single")),  # a preset for srun, outside of any job
     ],
 )
@@ -75,6 +82,14 @@ def test_one_node_under_srun_needs_no_address():
     assert meet(MASTER_ADDR="10.0.0.9", MASTER_PORT="4000") == ("10.0.0.9", 4000)
 
 
+def test_one_rank_under_srun_needs_no_port():
+    """Several runs may start in one step, as from the shell of `srun --pty bash`."""
+    one = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    for step in ({"SLURM_TASKS_PER_NODE": "1"}, {"SLURM_STEP_TASKS_PER_NODE": "1"}):
+        ranks = mesh.read_ranks(ONE_NODE | one | step)
+        assert (ranks.world_size, ranks.rendezvous) == (1, {})
+
+
 @pytest.mark.parametrize(("environ", "launcher"), [(TORCHRUN, "torchrun"), (SRUN, "srun")])
 def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
     """A job is never taken for a single process."""
@@ -87,6 +102,7 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
+MPI = "says that 4 processes were started, .* use one of them, or export RANK, WORLD_SIZE"
 CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
 
 
@@ -95,12 +111,17 @@ CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
     [
         ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
         ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
+        # under mpiexec, flux or jsrun each process would train on its own, in the same folder
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, MPI),
+        ({"PMI_SIZE": "4"}, MPI),
+        ({"FLUX_JOB_SIZE": "4"}, MPI),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, MPI),
         (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's
         (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "add up to 16: start all ranks with one srun"),
         (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
     ],
 )
-def test_what_srun_did_not_start_in_blocks_is_refused(environ, sentence):
+def test_what_no_known_launcher_started_in_blocks_is_refused(environ, sentence):
     with pytest.raises(RuntimeError, match=sentence):
         mesh.read_ranks(environ)
 

@@ -22,6 +22,7 @@ from ranks import full_parameters, join, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import lr_scheduler
 
 import checkpoint
@@ -625,6 +626,100 @@ def of_states_of_other_types(before: tuple[str, int], after: tuple[str, int], ou
     return continued(before, after, out, OfOtherTypes, schedule, inner=lambda own: own)
 
 
+class OfWholeTensors(torch.optim.Optimizer):
+    """As a plain Muon under FSDP2: it gathers a gradient, and keeps a whole momentum."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(gradient)
+                state["momentum"].lerp_(gradient, 0.1)
+                update = state["momentum"] / (state["momentum"].norm() + 1e-7)
+                if isinstance(p, DTensor):
+                    update = distribute_tensor(update, p.device_mesh, p.placements)
+                p.sub_(update, alpha=group["lr"])
+
+
+class OfOwners(torch.optim.Optimizer):
+    """As the Muon of modded-nanogpt: each momentum is on one rank, which sends the parameter."""
+
+    def __init__(self, params: Iterable) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if dist.get_rank() == owner:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].lerp_(p.grad, 0.1)
+                p.sub_(state["momentum"], alpha=0.1)
+            dist.broadcast(p, owner)
+
+
+class Copies(nn.Module):
+    """A moving average in buffers, which FSDP2's parameters make DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, p in model.named_parameters():
+            self.register_buffer(shard.original_name(name).replace(".", "_"), p.detach().clone())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for own, p in zip(self.buffers(), model.parameters(), strict=True):
+            own.lerp_(p, 0.3)
+
+
+def of_copies_in_buffers(before: tuple[str, int], after: tuple[str, int], out: Path) -> float:
+    found = []
+    for mode in (None, before, after):
+        model = layers() if mode is None else sharded(layers(), *mode, unused=False)
+        copies = Copies(model)
+        both = nn.ModuleDict({"model": model, "copies": copies})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        begin = 0
+        if mode is after:
+            begin = checkpoint.load(out / "step_00000002", both, optimizer)["step"]
+        for seed in range(begin, 4):
+            if mode is before and seed == 2:
+                checkpoint.save(out, 2, both, optimizer)
+            step_of(model, [optimizer], seed, 6)
+            copies.update(model)
+        found.append([b.full_tensor() if isinstance(b, DTensor) else b for b in copies.buffers()])
+    pairs = [pair for other in found[1:] for pair in zip(found[0], other, strict=True)]
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def loops_of_fsdp2() -> list[float]:
+    """On every rank: how far loops with states beside FSDP2's are from a plain process."""
+    join()
+    out = Path(os.environ["FOLDER"])
+    constant = partial(lr_scheduler.ConstantLR, factor=1.0)
+    pairs = [(("full_shard", 2), ("hybrid", 2)), (("hybrid", 2), ("full_shard", 2))]
+    found = []
+    for number, (before, after) in enumerate([*pairs, (("full_shard", 2), ("ddp", 2))]):
+        own = partial(continued, before, after, out / f"whole{number}", OfWholeTensors, constant)
+        found.append(own(inner=lambda optimizer: optimizer))
+        found.append(of_copies_in_buffers(before, after, out / f"copies{number}"))
+    dist.destroy_process_group()
+    return found
+
+
+def test_states_and_buffers_beside_fsdp2_continue(tmp_path):
+    for found in on_ranks(2, loops_of_fsdp2, tmp_path):
+        assert len(found) == 6 and max(found) < 1e-5
+
+
 def continued(
     before: tuple[str, int],
     after: tuple[str, int],
@@ -777,6 +872,12 @@ def refusals() -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
     with pytest.raises(ValueError, match=r"learning rates .* differ between ranks"):
         checkpoint.save(out, 1, model, optimizer)
+    # after a load all ranks would hold these, and only their owners would update them
+    model_of_owners = sharded(layers(), "ddp", 2)
+    optimizer = OfOwners(model_of_owners.parameters())
+    step_of(model_of_owners, [optimizer], 0, 6)
+    with pytest.raises(ValueError, match="some ranks have optimizer states for parameters for wh"):
+        checkpoint.save(out, 1, model_of_owners, optimizer)
     refused_by_fsdp1(out)
     assert checkpoint.list_checkpoints(out) == []
     checkpoint.save(out, 1, model, with_state(model))
@@ -866,6 +967,55 @@ def test_an_extra_state_is_a_tensor(single, tmp_path):
     model.seen = torch.tensor([0])
     checkpoint.load(saved, model, None)
     assert model.seen == torch.tensor([5])
+
+
+class Growing(nn.Linear):
+    """What it keeps as an extra state has another size in a new model, as in Transformer Engine."""
+
+    kept = torch.empty(0, dtype=torch.uint8)
+
+    def get_extra_state(self) -> Tensor:
+        return self.kept
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.kept = state.clone()
+
+
+def test_an_extra_state_may_change_its_size(single, tmp_path):
+    model = Growing(2, 2)
+    model.kept = torch.arange(5, dtype=torch.uint8)
+    saved = checkpoint.save(tmp_path, 1, model, None)
+    fresh = Growing(2, 2)
+    checkpoint.load(saved, fresh, None)
+    assert fresh.kept.tolist() == [0, 1, 2, 3, 4]
+
+
+def without_backbone(model: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    for name in [name for name in state if name.startswith(f"{prefix}backbone.")]:
+        del state[name]
+
+
+def test_a_model_may_leave_frozen_parts_out_of_its_state(single, tmp_path):
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        model.backbone.requires_grad_(False)
+        model.register_state_dict_post_hook(without_backbone)
+        return model
+
+    model, fresh = build(), build()
+    backbone = fresh.backbone.weight.clone()
+    saved = checkpoint.save(tmp_path, 1, model, torch.optim.SGD(model.head.parameters(), 0.1))
+    checkpoint.load(saved, fresh, torch.optim.SGD(fresh.head.parameters(), 0.1))
+    assert torch.equal(fresh.head.weight, model.head.weight)
+    assert torch.equal(fresh.backbone.weight, backbone)
+
+
+def test_a_save_behind_the_newest_checkpoint_warns(single, tmp_path):
+    """The next start would resume from the one that the user has gone back from."""
+    model = layers()
+    checkpoint.save(tmp_path, 9, model, None)
+    with pytest.warns(UserWarning, match="step_00000009 is further than step 6, just saved: move"):
+        checkpoint.save(tmp_path, 6, model, None)
 
 
 def test_other_optimizers_than_those_saved_are_refused(single, tmp_path):
