@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from planner.estimate import Plan, compare, describe_fit
-from planner.machines import LINKS, read_machine
+from planner.machines import LINKS, read_machine, with_ranks_per_node
 from planner.memory import GIB, MEMORY_PARTS
 from planner.traffic import PlannedRun, link_bytes
 from runtime import process
@@ -43,17 +43,24 @@ def plan_parser() -> Parser:
     return parser
 
 
-def read_command(argv: Sequence[str]) -> tuple[Config, Plan]:
-    """Parse the command line and plan its run; one sentence and exit status 2 if it is refused."""
+def read_command(argv: Sequence[str], node_ranks: int | None = None) -> tuple[Config, Plan]:
+    """Parse the command line and plan its run; one sentence and exit status 2 if it is refused.
+
+    `node_ranks`: the ranks on each node, by default as many as a node of the machine has.
+    """
     parser = plan_parser()
-    return make_plan(parser, parser.parse_args(argv))
+    return make_plan(parser, parser.parse_args(argv), node_ranks)
 
 
-def make_plan(parser: Parser, args: argparse.Namespace) -> tuple[Config, Plan]:
+def make_plan(
+    parser: Parser, args: argparse.Namespace, node_ranks: int | None = None
+) -> tuple[Config, Plan]:
     """Plan the run of a parsed command line -> its flags, its plan; refuse as `read_command`."""
     try:
         args.machine = args.machine or "frontier"
         machine = read_machine(args.machine)
+        if node_ranks:
+            machine = with_ranks_per_node(machine, node_ranks)
         if args.world_size is None:
             args.world_size = machine.ranks_per_node
         config = make_config(parser, args)

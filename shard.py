@@ -467,6 +467,21 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     _refuse_changes_in_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
     _refuse_writes_to_arguments(unit, unit)
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
+    _reshard_after_methods(unit)
+
+
+def _reshard_after_methods(unit: Any) -> None:
+    """Have methods given to `register_fsdp_forward_method` call `_reshard_without_backward` too.
+
+    They do not call the hooks of the unit, only this function of its state.
+    """
+    state = unit._get_fsdp_state()
+    post_forward = state._post_forward
+
+    def post_forward_and_reshard(module: Any, args: Any, output: Any) -> Any:
+        return _reshard_without_backward(module, args, post_forward(module, args, output))
+
+    state._post_forward = post_forward_and_reshard
 
 
 def _casts_inputs(options: ShardingOptions) -> bool:
@@ -723,9 +738,9 @@ WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 def original_name(name: str) -> str:
     """Return the name that a parameter had before its model was wrapped."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     # DDP puts "module." in front; a "module" further along is part of the original name
-    parts = name.removeprefix("module.").split(".")
-    return ".".join(part for part in parts if part not in WRAPPERS)
+    return ".".join(parts).removeprefix("module.")
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
@@ -1356,7 +1371,7 @@ class _LoopChecks:
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
-            # the checks below end with reshard(), but other units still need what they gathered
+            # the checks below end with resharding, but other units still need what they gathered
             return
         self.check_interrupted()
         self.check_backward()
@@ -1372,11 +1387,12 @@ class _LoopChecks:
             )
         self.update_usage()
         if self.fsdp2:
-            # A call with gradients but without backward() leaves units gathered, as does a method
-            # given to register_fsdp_forward_method; the step would make these values stale.
-            # reshard() does nothing where a backward pass has resharded.
+            # A call with gradients but without backward() leaves units gathered, and so does one
+            # that an exception ended; the step would make these values stale. Not reshard(), which
+            # does nothing after an exception. Where a backward pass has resharded, this does not.
             for unit in self.units:
-                unit.reshard()
+                for group in _fsdp2_param_groups(unit):
+                    group._to_sharded()
         self.after_forward = {}
         # The loop itself may have averaged gradients that no backward pass has averaged, so these
         # are compared in every step.
@@ -1969,19 +1985,23 @@ ELEMENTWISE = {
 def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> bool:
     """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
-    The trial imitates two ranks, with two tensors of 16 elements in all. Each rank gets a part of
-    each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1.
+    The trial imitates two ranks, with a matrix and a tensor of four elements. Each rank gets a part
+    of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. The matrix is large,
+    because some optimizers treat small matrices, of less than 128 rows or columns, like vectors.
     """
-    matrix = torch.arange(12).view(3, 4)  # indices of the elements
+    rows, columns = 130, 132
+    size = rows * columns
+    matrix = torch.arange(size).view(rows, columns)  # indices of the elements
+    other = torch.arange(size, size + 4)  # a vector
     if flattened:
-        other = torch.arange(12, 16)  # a vector
-        ranks = [[matrix.flatten()[:5], other[:1]], [matrix.flatten()[5:], other[1:]]]
+        ranks = [[matrix.flatten()[:5000], other[:1]], [matrix.flatten()[5000:], other[1:]]]
     else:
-        other = torch.arange(12, 16).view(2, 2)  # no vector: Muon takes none
+        other = other.view(2, 2)  # no vector: Muon takes none
         ranks = [[matrix], [other]]
     for group in optimizer.param_groups:
-        whole = _change_in_trial(optimizer, group, [matrix, other])
-        parts = [_change_in_trial(optimizer, group, indices) for indices in ranks]
+        change = partial(_change_in_trial, optimizer, group, count=size + 4)
+        whole = change([matrix, other])
+        parts = [change(indices) for indices in ranks]
         in_parts = parts[0] + parts[1]  # each is zero where the other is not
         if not torch.allclose(in_parts, whole, rtol=1e-6, atol=1e-14):
             return False
@@ -2004,9 +2024,10 @@ def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
         shard_tensor = partial(
             distribute_tensor, device_mesh=sharded.device_mesh, placements=sharded.placements
         )
+        change = partial(_change_in_trial, optimizer, group, indices, count=6 * rows)
         try:
-            whole = _change_in_trial(optimizer, group, indices)
-            in_shards = _change_in_trial(optimizer, group, indices, shard_tensor)
+            whole = change()
+            in_shards = change(shard_tensor=shard_tensor)
         except Exception:
             return True
         # Muon computes in bf16, where the order of summation shows: 2 % on four ranks. A norm of
@@ -2021,13 +2042,15 @@ def _change_in_trial(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     indices: list[Tensor],
+    *,
+    count: int,
     shard_tensor: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return how a copy of an optimizer changes the elements with these indices, in ten steps.
 
     The copy has one parameter group, with these elements and the settings of `group`. The elements'
     values and gradients follow from the indices; `shard_tensor` turns each tensor into a DTensor.
-    Returns the changes in fp64, each at its index, in a vector of at least 16; zero elsewhere.
+    Returns the changes in fp64, each at its index, in a vector of length `count`; zero elsewhere.
     """
     device = group["params"][0].device if group["params"] else None
     angles = [index.to(device, torch.float64) for index in indices]
@@ -2043,10 +2066,9 @@ def _change_in_trial(
     step: Any = type(optimizer).step
     for factor in range(2, 12):
         for p, angle in zip(parameters, angles, strict=True):
-            p.grad = p.detach() + torch.sin(angle * factor) / 2
+            # divided: so that norms of parts differ much from those of whole tensors
+            p.grad = (p.detach() + torch.sin(angle * factor) / 2) / (1 + angle)
         step.__wrapped__(tried)  # without the hooks that PyTorch calls around it
-    # 16: _steps_equally_on_parts adds up the changes of parts, which need the same length
-    count = max(16, 1 + max(int(index.max()) for index in indices))
     change = torch.zeros(count, dtype=torch.float64)
     for p, angle, index in zip(parameters, angles, indices, strict=True):
         difference = p.detach() - angle.cos()
@@ -2157,7 +2179,8 @@ def _holds_unaveraged_gradients(unit: Any) -> bool:
 def _is_interrupted(unit: Any) -> bool:
     """Tell whether a pass of a unit has begun, but not ended.
 
-    FSDP2 recovers from a forward pass that an exception has ended; FSDP1 does not.
+    FSDP2 recovers from a forward pass that an exception has ended (`before_step` helps); FSDP1 does
+    not.
     """
     if isinstance(unit, FSDPModule):
         return unit._get_fsdp_state()._training_state.name == "PRE_BACKWARD"

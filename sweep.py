@@ -35,8 +35,6 @@ import torch
 
 import mesh
 import plan
-from planner.estimate import Plan
-from planner.machines import with_ranks_per_node
 from runtime import config, devices, process
 from runtime.config import int_in_range, number
 from sweeps import report, results, studies
@@ -62,15 +60,12 @@ def plan_point(point: Point, machine: str | None) -> Row:
     """
     check_run_flags(point.words)
     words = [*point.words, "--world-size", str(point.nodes * point.ranks)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if machine:
         words += ["--machine", machine]
     else:  # of this host, only the memory is known
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         words += ["--memory-gib", str(devices.rank_memory_gib(device, point.ranks))]
-    flags, planned = plan.read_command(words)
-    if point.nodes > 1:  # plan.py takes all ranks of a node; a point may use fewer
-        used = with_ranks_per_node(planned.machine, point.ranks)
-        planned = Plan(planned.run, used, planned.memory_gib)
+    flags, planned = plan.read_command(words, node_ranks=point.ranks)
     row: Row = asdict(flags)
     row.pop("machine")  # of the plan, not of the run
     row["id"] = point_id(point, row)
@@ -79,8 +74,14 @@ def plan_point(point: Point, machine: str | None) -> Row:
     row["nodes"] = point.nodes
     row["ranks"] = point.ranks
     row["batch"] = planned.run.batch
+    row["fit"] = ""
+    if flags.run_mode == "io":  # it has no model
+        return row
     row["planned_gib"] = planned.peak_gib
-    row["fit"] = planned.fit
+    # a CPU has no memory that only a GPU's libraries take: there the margin says nothing
+    on_gpu = machine or device.type == "cuda"
+    if on_gpu or planned.peak_gib > planned.memory_gib:
+        row["fit"] = planned.fit
     if machine:
         row["planned_images_per_second"] = planned.images_per_second
     return row

@@ -38,7 +38,7 @@ from runtime.agreement import NO_REQUESTS, StepGuard, StepRequests, run_on_rank0
 from runtime.config import parse
 from runtime.device_batches import open_batches, steps_ahead
 from runtime.evaluation import open_evaluation
-from runtime.image_source import find_images
+from runtime.image_source import check_same_pack, find_images
 from runtime.monitor import Monitor
 from runtime.resume import CheckpointSchedule, initial_values, list_newest_first, resume
 from runtime.run import Run, with_images
@@ -293,6 +293,7 @@ def run_training(run: Run, session: Session) -> None:
     session.heartbeat("listing images")
     find = partial(find_images, config, run.global_batch)
     files, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
+    check_same_pack(files)
     run = with_images(run, image_facts)
     existing = list_newest_first(run, log.say)  # checkpoints to resume from
     log.open(run, session.device)

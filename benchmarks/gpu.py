@@ -162,7 +162,8 @@ def against_plan(rows: Sequence[Row]) -> Iterator[str]:
             ("peak_gib", "plan_gib", "peak memory"),
             ("step_seconds", "plan_seconds", "step time"),
         ):
-            off = [r[key] / r[planned] - 1 for r in rows if r["part"] == part and r.get(key)]
+            own = [r for r in rows if r["part"] == part and r.get(key) and r.get(planned)]
+            off = [r[key] / r[planned] - 1 for r in own]
             if off:
                 yield f"- {part}: {what} against the plan {min(off):+.1%} to {max(off):+.1%}"
     rates = next((row for row in rows if row["name"] == "rates"), {})

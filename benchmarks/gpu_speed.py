@@ -35,6 +35,7 @@ import plan
 import train_fsdp
 import vit
 from benchmarks.gpu_checks import ROOT, command, emit, log_of
+from planner.machines import Machine, nearest_machine
 from runtime import devices
 from runtime.agreement import StepGuard
 from runtime.config import Config
@@ -43,7 +44,6 @@ from runtime.run import resolve
 WARM = 3
 TIMED = 5
 SHARDED_WORLD = 8
-MACHINE = "dgx-h200"  # of the plan; its memory does not depend on it
 
 
 def wait(device: torch.device) -> None:
@@ -71,11 +71,17 @@ def clear(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def plan_machine(memory_gib: float) -> Machine:
+    """Return the known machine that is nearest to this device; Frontier for an unknown one."""
+    peak, _ = devices.peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return nearest_machine(peak, memory_gib)
+
+
 def planned(config: Config, world_size: int, batch: int, memory_gib: float) -> dict[str, Any]:
     """Return what `plan.py --json` says of such a job."""
     argv = ["--model", config.model, "--img-size", str(config.img_size), "--mode", str(config.mode)]
     argv += ["--ac", config.ac, "--world-size", str(world_size), "--batch", str(batch)]
-    argv += ["--memory-gib", str(memory_gib), "--machine", MACHINE, "--json"]
+    argv += ["--memory-gib", str(memory_gib), "--machine", plan_machine(memory_gib).name, "--json"]
     argv += ["--group", str(config.group)] if config.group else []
     argv += ["--fsdp", str(config.fsdp)] if config.fsdp else []
     printed = io.StringIO()
@@ -164,7 +170,12 @@ def attempt(part: str, config: Config, world_size: int, most: int, device: torch
             notes.append(f"{type(error).__name__}: {error}"[:300])
             break
         found["plan_gib"] = promised["memory_gib"]["peak"]
-        found["plan_seconds"] = promised["step_seconds_lower_bound"]
+        machine = plan_machine(memory)
+        known, _ = devices.peak_flops(device)
+        # what is planned is another device's time; and a fake process group sends nothing
+        if known == machine.peak_flops and world_size == 1:
+            found["plan_seconds"] = promised["step_seconds_lower_bound"]
+            notes.append(f"planned for {machine.name}")
         return emit(part, name, True, **found, note=", ".join(notes))
     if not notes:
         notes.append("does not fit according to the plan")

@@ -281,6 +281,8 @@ def run_tuning(pretrained: Pretrained, plain_run: Run, session: Session) -> None
     files, facts = run_on_rank0(find)
     test, numbers = run_on_rank0(partial(find_test_images, config, files, stats))
     classes = run_on_rank0(partial(describe_classes, files))
+    image_source.check_same_pack(files)
+    image_source.check_same_pack(test)
     run = TuningRun(**vars(with_images(plain_run, facts)), classes=len(files.classes))
     session.run = run
 

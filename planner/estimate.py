@@ -157,7 +157,12 @@ def collective_seconds(machine: Machine, world_size: int, c: PlannedCollective) 
     if "network" in rates:
         rates["network"] /= rings_leaving_node(machine, world_size, c.ranks, c.stride)
     widest = speeds[used[-1]]
-    seconds = widest.launch_seconds + hop_count(c.kind, c.ranks) * widest.hop_seconds
+    hops = hop_count(c.kind, c.ranks)
+    if c.what == "parameters":
+        # ZeRO-1's broadcasts, one from each rank in turn, follow each other around the ring: n of
+        # them make about 2n hops, not n each
+        hops = min(hops, 2)
+    seconds = widest.launch_seconds + hops * widest.hop_seconds
     seconds += wire_bytes(c.kind, c.payload, c.ranks) / min(rates.values())
     if machine.copy_bytes_per_second and c.what not in (ACTIVATIONS, "inputs", "parameters"):
         # FSDP and DDP copy parameters and gradients from and to the buffer of the collective
@@ -378,8 +383,9 @@ def possible_changes(plan: Plan, global_batch: bool) -> Iterator[tuple[str, Plan
         yield flags, replace(run, batch=batch, accum=accum)
     for ac in ("selective", "full"):
         yield f"--ac {ac}", replace(run, ac=ac)
+    without = ", without --bucket-cap-mb" if run.bucket_cap_mb else ""
     for group in (*group_sizes(run, plan.machine), run.data_ranks):
-        yield f"--mode hybrid --group {group}", in_mode(run, "hybrid", group)
+        yield f"--mode hybrid --group {group}{without}", in_mode(run, "hybrid", group)
 
 
 # --- A run that is starting: for its log, for --dry-run, and for advice if memory runs out
@@ -403,7 +409,8 @@ def plan_this_run(run: Any, device: torch.device | None, ran_out: bool) -> dict[
     else:
         peak, _ = devices.peak_flops(device)
         machine = nearest_machine(peak, gib)
-    if run.world_size > run.node_ranks:  # nodes may have fewer GPUs, or a job may use fewer
+    # nodes may have other numbers of GPUs, or a job may use fewer
+    if run.world_size > run.node_ranks or run.node_ranks > machine.ranks_per_node:
         machine = with_ranks_per_node(machine, run.node_ranks)
     plan = Plan(PlannedRun.from_flags(run.vit_config, run.record()), machine, gib)
     found = plan.json()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.estimate import BlockSize, hop_count
-from planner.machines import BlockSpeed, LinkSpeed, wire_bytes
+from planner.machines import BlockSpeed, LinkSpeed, Machine, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,28 @@ def fit_block_speed(
     return BlockSpeed(precision, 1 / flop, feature, score, weight, block, host_seconds)
 
 
-def fit_link_speeds(times: Sequence[CollectiveTime], node_ranks: int) -> list[LinkSpeed]:
-    """Fit launch, hop and rate of each kind of collective on each level of links."""
+def fit_link_speeds(
+    times: Sequence[CollectiveTime], node_ranks: int, like: Machine
+) -> list[LinkSpeed]:
+    """Fit launch, hop and rate of each kind of collective on each level of links.
+
+    Groups of one size do not tell a launch from hops: their ratio is then that of `like`.
+    """
     found = []
     for level, kind in dict.fromkeys((time.level, time.kind) for time in times):
         some = [time for time in times if time.level == level and time.kind == kind]
-        counts = []
-        for time in some:
-            sent = wire_bytes(kind, time.payload, time.ranks)
-            counts.append((1, hop_count(kind, time.ranks), sent))
-        launch, hop, byte = fit_costs(counts, [time.seconds for time in some])
+        seconds = [time.seconds for time in some]
+        sent = [wire_bytes(kind, time.payload, time.ranks) for time in some]
+        hops = [hop_count(kind, time.ranks) for time in some]
+        if len(set(hops)) > 1:
+            counts = [(1, count, size) for count, size in zip(hops, sent, strict=True)]
+            launch, hop, byte = fit_costs(counts, seconds)
+        else:
+            known = like.link_speed(level, kind)
+            latency = known.launch_seconds + hops[0] * known.hop_seconds
+            factor, byte = fit_costs([(latency, size) for size in sent], seconds)
+            launch = factor * known.launch_seconds
+            hop = factor * known.hop_seconds
         if byte == 0:
             # Only latency shows. At most, sending takes all the time of the largest collective.
             largest = max(some, key=lambda time: time.payload)

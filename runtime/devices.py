@@ -75,8 +75,8 @@ def default_precision(gpu: bool) -> tuple[str, str]:
 def rank_memory_gib(device: torch.device, node_ranks: int) -> float:
     """Return the memory of a rank in GiB: that of its GPU, or an equal part of its host's."""
     if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        return total / 2**30
+        # not mem_get_info: it would make this process, perhaps a sweep, hold memory of the GPU
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / node_ranks
 
 

@@ -22,7 +22,7 @@ import vit
 from runtime.agreement import gather_to_rank0, run_on_rank0
 from runtime.device_batches import Batch, worker_count
 from runtime.eval_images import fixed_noise, open_eval_loader
-from runtime.image_source import list_eval_images
+from runtime.image_source import check_same_pack, list_eval_images
 from runtime.run import Run
 from runtime.session import Session
 
@@ -176,4 +176,5 @@ def open_evaluation(run: Run, session: Session, model: nn.Module) -> Evaluation 
     if folder is None or run.config.run_mode != "real":
         return None
     files = run_on_rank0(partial(list_eval_images, folder, run.config))
+    check_same_pack(files)
     return Evaluation(run, session, model, files)

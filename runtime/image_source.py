@@ -1,8 +1,10 @@
 """Find the images of a run: rank 0 lists them, every rank then has the same list."""
 
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 import data
+from runtime.agreement import run_on_all_ranks, run_on_rank0
 from storage import image_list
 
 if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
@@ -91,14 +94,18 @@ def find_images(
     ValueError if there are too few images for a step, if `check_some_images` can read none, or, if
     `stats` are not given, as in `find_stats`.
     """
+    held_out = None
     if config.eval_data:
-        list_eval_images(config.eval_data, config)  # fail early if the folder is unusable
+        # now, to fail early if the folder is unusable
+        held_out = list_eval_images(config.eval_data, config)
     files: Any = SyntheticImages(config.seed, config.channels)
     names = None
     if config.data != "synthetic":
         out = None if config.dry_run else config.out
         files = list_folder(config.data, config.include, config.exclude, out)
         names = image_list.fingerprint(files)
+        if held_out and image_list.lists_overlap(files, held_out):
+            print("warning: images of --eval-data are also in --data: the run trains on them")
     data.steps_per_epoch(len(files), global_batch)  # raises if there is not even one
     notes = "as in pretraining"
     if stats is None:
@@ -107,6 +114,23 @@ def find_images(
         notes += "; 16-bit PNG divided by 257"
     check_some_images(files, stats)
     return files, ImageFacts(len(files), names, stats, notes)
+
+
+def check_same_pack(files: Any) -> None:
+    """Check that this node's copy of a pack is the one of rank 0; AgreedError if not. Collective.
+
+    Each rank opens the pack itself, perhaps on a disk of its node.
+    """
+    if not isinstance(files, image_list.ImageList) or not files.shards:
+        return
+    expected = run_on_rank0(partial(image_list.fingerprint, files))
+
+    def check() -> None:
+        if image_list.fingerprint(files) != expected:
+            where = f"{files.root} on {platform.node()}"
+            raise ValueError(f"{where} is another pack than on the node of rank 0: copy it again")
+
+    run_on_all_ranks(check)
 
 
 def check_some_images(files: Any, stats: data.ChannelStats) -> None:

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,16 @@ class Meter:
         }
 
 
+def last_run_mode(log: bytes) -> str | None:
+    """Return the --run-mode of the newest run in a log; None if it has no start record."""
+    for line in reversed(log.splitlines()):
+        with suppress(ValueError):  # a line that was half written
+            record = json.loads(line)
+            if record.get("event") == "start":
+                return record.get("run_mode")
+    return None
+
+
 class Log:
     """Write the terminal and, once it is open, log.jsonl with one object a line; on rank 0 only."""
 
@@ -96,13 +106,21 @@ class Log:
         self.rank = rank
 
     def open(self, run: Run, device: torch.device) -> None:
-        """Open the log in --out, to append to it. Collective; AgreedError if that fails."""
+        """Open the log in --out, to append to it. Collective.
+
+        AgreedError if that fails, or if the log there is of another --run-mode: its steps would be
+        taken for steps of this run.
+        """
         self.run = run
         self.device = device
         path = Path(run.config.out, "log.jsonl")
 
         def open_file() -> None:
             text = path.read_bytes() if path.exists() else b""
+            there = last_run_mode(text)
+            if there not in (None, run.config.run_mode):
+                what = f"{run.config.out} holds the log of a run with --run-mode {there}"
+                raise ValueError(f"{what}: give another --out")
             self.file = open(path, "a")  # noqa: SIM115
             if text and not text.endswith(b"\n"):  # the node was lost while it wrote a line
                 self.file.write("\n")

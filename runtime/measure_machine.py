@@ -133,7 +133,7 @@ class Measurement:
     def all(self) -> dict[str, Any]:
         """Return the fields of Machine that were measured."""
         blocks = [self.block_speed(precision) for precision in ("fp32", "bf16")]
-        links = fitting.fit_link_speeds(self.collective_times(), self.node_ranks)
+        links = fitting.fit_link_speeds(self.collective_times(), self.node_ranks, self.like)
         peak = self.sheet_flops or self.products["bf16"]
         changes: dict[str, Any] = {
             "measured": self.description(),
@@ -450,6 +450,8 @@ def not_measured(measurement: Measurement) -> list[str]:
         known.append("node_bytes_per_second")
     if measurement.nodes == 1:
         known.append("network_bytes_per_second")
+    else:
+        known.append("hop_seconds / launch_seconds of the network")
     if measurement.on_gpu:
         known += ["workspace_gib", "head_multiple"]
         if measurement.ranks.world_size == 1:

@@ -220,11 +220,13 @@ class Monitor:
             log.say(text)
             end |= values
         log.write("end", **end)
-        rate = end["images_per_second"] or 0.0  # None if no step was logged
-        kind = "mean" if reads_only else "median"
+        rate = ""
+        if end["images_per_second"]:  # None if no step was logged
+            kind = "mean" if reads_only else "median"
+            rate = f" {kind} {end['images_per_second']:.1f} img/s,"
         log.say(
-            f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s, {kind} "
-            f"{rate:.1f} img/s, {end['data_wait_fraction']:.1%} of the time waiting for data; "
+            f"{reason}: {done - self.checkpoints.begin} steps in {end['seconds']:.1f} s,{rate} "
+            f"{end['data_wait_fraction']:.1%} of the time waiting for data; "
             f"log in {self.run.config.out}/log.jsonl"
         )
 

@@ -96,11 +96,12 @@ def _rank() -> str:
 
 # --- Signals, and what to do if the launcher is gone
 
-STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}  # they ask a run to stop
+# They ask a run to stop. SIGHUP comes when a terminal is closed; torchrun passes it on.
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 
 
 def listen_for_signals() -> list[int]:
-    """Collect SIGTERM, SIGUSR1 and SIGINT in the list returned; a second Ctrl-C ends the process.
+    """Collect the STOP_SIGNALS in the list returned; a second Ctrl-C ends the process.
 
     A thread does so, at once: Python would call a signal handler only after the main thread has
     finished what it computes or waits for. The thread also ends a process whose torchrun is gone.
@@ -110,6 +111,8 @@ def listen_for_signals() -> list[int]:
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # started by nohup
         signal.signal(number, _do_nothing)
     signal.set_wakeup_fd(write)
     Thread(target=_listen, args=(read, received, os.getppid()), daemon=True).start()
@@ -150,7 +153,7 @@ def _listen(pipe: int, received: list[int], launcher: int) -> None:
 # A requeued job may find its own lock: a file system notices late that a node is lost.
 REQUEUE_WAIT_SECONDS = 300.0
 # On a network file system one node may see another's writes late.
-SHOWN_AFTER_SECONDS = 30.0
+SHOWN_AFTER_SECONDS = 90.0  # NFS may remember for 60 s that a file does not exist
 
 
 def launchers() -> dict[str, str]:

@@ -102,9 +102,13 @@ def _choose_checkpoints(run: Run, say: Say, found: list[Path], restart: bool) ->
     further = [p for p in found if checkpoint.step_of(p) >= step and not p.samefile(begin)]
     if further and restart:
         return [*further, begin]
-    if further:  # the run would remove them, or take them for its own
+    if further:  # the run would take them for its own
         advice = f"give another --out, or move it away: mv {further[0]} ELSEWHERE"
         raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
+    if found and not restart and not any(path.samefile(begin) for path in found):
+        # with --keep, the next saves would remove them
+        advice = f"give another --out, or move it away: mv {found[0]} ELSEWHERE"
+        raise ValueError(f"{out} holds {found[0].name}, perhaps of another run: {advice}")
     return [begin]
 
 

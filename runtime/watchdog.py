@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 # multiplies the time limit of a phase that runs for the first time, and of every save
 STARTUP_FACTOR = 4
+LATER_FACTOR = 3  # a phase may last so many times as long as it did the last time
 
 
 class Beat(NamedTuple):
@@ -48,7 +49,7 @@ class Watchdog:
         self.clock = 0.0  # seconds; it stands still while this process is stopped
         self.late = 0.0  # seconds past the limit of this phase; negative before that
         self.beat = Beat(number=0, phase="starting", step=None, since=0.0)
-        self.known = set[str]()  # phases
+        self.durations: dict[str, float] = {}  # of each phase that has ended, the last time
         self.store: dist.TCPStore | None = None
         self.ended = Event()
         self.leaving = Lock()
@@ -64,7 +65,7 @@ class Watchdog:
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
         """Say that the main thread begins a phase; all ranks do so in the same order."""
-        self.known.add(self.beat.phase)
+        self.durations[self.beat.phase] = self.clock - self.beat.since
         # one assignment: the other threads never see half of it
         self.beat = Beat(self.beat.number + 1, phase, step, since=self.clock)
 
@@ -93,7 +94,7 @@ class Watchdog:
             self.clock += self.interval
             beat = self.beat
             waited = self.clock - beat.since
-            new = beat.phase not in self.known
+            new = beat.phase not in self.durations
             just_long = 10 <= waited < 10 + self.interval  # so that it is said once
             if new and just_long and (self.rank == 0 or not self.store):
                 print(f"rank {self.rank}: still {self.where()}", file=sys.stderr, flush=True)
@@ -102,7 +103,10 @@ class Watchdog:
             # Ends the process unless this loop calls it again in time. Its clock runs on while a
             # job is suspended, so a job that was suspended for longer ends when it continues.
             faulthandler.dump_traceback_later(2 * longest, exit=True, file=2)
-            limit = longest if new or beat.phase == "saving" else self.seconds
+            if new or beat.phase == "saving":
+                limit = longest
+            else:
+                limit = max(self.seconds, LATER_FACTOR * self.durations[beat.phase])
             self.late = waited - limit
             # rank 0 judges the others; while joining, an error of PyTorch comes first and says more
             if self.late > 10 * self.interval and not (self.store and self.rank == 0):
@@ -147,6 +151,8 @@ class Watchdog:
             behind = [rank for rank, count in enumerate(counts) if count == min(counts)]
         names = "; ".join(f"rank {rank} ({after[rank][3]})" for rank in behind[:8])
         who = f"{len(behind)} of {self.world_size} ranks stuck: {names}"
+        if len(behind) == self.world_size:
+            who += "; if they are only slow, raise --timeout"
         self.leaving.acquire()  # the main thread may fail now, because of those that leave
         waited = max(seconds for _, _, seconds, _ in after)
         self.give_up(f"no progress for {waited:.0f} s, {who}")

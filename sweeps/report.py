@@ -50,10 +50,10 @@ def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
     """Label each row: its sharding, like `hybrid 2`, and all else in which the rows differ."""
     shown = []
     for name in ("source", "run_mode", "world_size", *SETTINGS, *INPUT, "caveat"):
-        values = {row[name] for row in rows if row.get(name) is not None}
-        if len(values) > 1 and name not in ("mode", "group", *left_out):
+        if name not in ("mode", "group", *left_out) and differs(rows, name):
             shown.append(name)
     labels = []
+    times: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
         label = row["mode"]
         if row.get("group"):
@@ -61,8 +61,22 @@ def series_labels(rows: Sequence[Row], *left_out: str) -> list[str]:
         texts = [f"{name} {row[name]}" for name in shown if row.get(name) is not None]
         if texts:
             label += f" ({', '.join(texts)})"
+        # rows that differ only in flags that are not compared, such as --steps
+        place = label, row.get("model"), row.get("world_size")
+        times[place] += 1
+        if times[place] > 1:
+            label += f", run {times[place]}"
         labels.append(label)
     return labels
+
+
+def differs(rows: Sequence[Row], name: str) -> bool:
+    """Tell whether rows have several values of a setting, or only some rows of a mode have one."""
+    given = [row for row in rows if row.get(name) is not None]
+    if len({row[name] for row in given}) > 1:
+        return True
+    without = [row for row in rows if row.get(name) is None]
+    return bool({row["mode"] for row in given} & {row["mode"] for row in without})
 
 
 def device_axis(panel: Any, world_sizes: Iterable[int]) -> None:

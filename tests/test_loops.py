@@ -534,6 +534,9 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
         decay_by_original_names()
         train_with_whole_tensors()
         measure_by_a_method()
+        follow_by_a_method()
+        go_on_after_an_exception()
+        name_after_compiling()
         prune_in_ddp()
         train_on_one_rank()
         use_up_models()
@@ -1115,6 +1118,36 @@ def by_one_number() -> None:
     optimizer.step()  # it is refused each time
 
 
+class ByRatios(torch.optim.Optimizer):
+    """As LARS: each tensor's rate is a ratio of two norms, computed by .item()."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm().item() / (p.grad.norm().item() + 1e-6)
+                p.sub_(p.grad, alpha=group["lr"] * ratio)
+
+
+def by_ratios(mode: str) -> None:
+    model = sharded(mode, build())
+    optimizer = ByRatios(model.parameters(), lr=0.1)
+    model(batch(dist.get_rank(), 0)).mean().backward()
+    optimizer.step()
+
+
+def by_shape(fsdp: int, kind: str) -> None:
+    """An optimizer that treats small matrices like vectors, as FSDP1's parts of tensors."""
+    timm_optim = pytest.importorskip("timm.optim")
+    model = sharded("full_shard", build(), fsdp=fsdp)
+    optimizer = timm_optim.create_optimizer_v2([*model.parameters()], opt=kind, lr=0.01)
+    model(batch(dist.get_rank(), 0)).mean().backward()
+    optimizer.step()
+
+
 def measure_by_a_method() -> None:
     """A method given to register_fsdp_forward_method, called without gradients, changes nothing."""
     for mode in ("full_shard", "no_shard"):
@@ -1131,6 +1164,76 @@ def measure_by_a_method() -> None:
                 update(optimizer)
             ends.append(full_parameters(model))
         assert all(map(torch.equal, ends[0].values(), ends[1].values())), mode
+
+
+def follow_by_a_method() -> None:
+    """A teacher that is called by a method alone computes with its newest weights, and so after an
+    evaluation of the student by one, changes of its weights are kept."""
+    for mode in ("full_shard", "no_shard"):
+        plain_teacher = build(Net).requires_grad_(False)
+        teacher = sharded(mode, build(Net).requires_grad_(False))
+        shard.fsdp.register_fsdp_forward_method(teacher, "features")
+        student = sharded(mode, build(Net, seed=1))
+        shard.fsdp.register_fsdp_forward_method(student, "features")
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
+        for step in range(3):
+            with torch.no_grad():
+                found = teacher.features(batch(0, 98), 0)
+                expected = plain_teacher.features(batch(0, 98), 0)
+            torch.testing.assert_close(found, expected)
+            student(batch(dist.get_rank(), step), task="predict_both").square().mean().backward()
+            update(optimizer)
+            with torch.no_grad():
+                student.features(batch(0, 98), 0)
+                for p in student.parameters():
+                    p.clamp_(-0.1, 0.1)
+                for old, new in pairs:
+                    old.lerp_(new, 0.5)
+            plain_teacher.load_state_dict(full_parameters(teacher))
+            clamped = full_parameters(student).values()
+            assert max(p.abs().max().item() for p in clamped) < 0.1001
+
+
+class MayFail(OneHead):
+    """Raises an exception after the root has computed, as for a bad batch."""
+
+    fails = False
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        hidden = self.embed(x)
+        if self.fails:
+            raise ValueError
+        return self.heads[0](self.blocks(hidden))
+
+
+def go_on_after_an_exception() -> None:
+    """A micro-batch that all ranks leave out changes nothing in the steps after it."""
+    for mode in ("full_shard", "shard_grad_op", "no_shard"):
+        ends = []
+        for fails in (False, True):
+            model = sharded(mode, build(MayFail))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+            for step in range(4):
+                model(batch(dist.get_rank(), step)).square().mean().backward()
+                model.fails = fails and step == 1
+                with suppress(ValueError):
+                    if model.fails:
+                        model(batch(dist.get_rank(), 50 + step))
+                model.fails = False
+                update(optimizer)
+            ends.append(full_parameters(model))
+        assert all(map(torch.equal, ends[0].values(), ends[1].values())), mode
+
+
+def name_after_compiling() -> None:
+    """torch.compile around DDP puts its own name in front of DDP's."""
+    model = build()
+    decay = shard.weight_decay_names(model)
+    compiled: Any = torch.compile(sharded("ddp", model))
+    names = {shard.original_name(name) for name, p in compiled.named_parameters() if p.ndim > 1}
+    assert names == decay == DECAYED
+    shard.build_optimizer(compiled, "ddp", decay, lr=0.1, weight_decay=0.1)
 
 
 def prune_in_ddp() -> None:
@@ -1400,6 +1503,9 @@ REFUSED_ON_RANKS = {
     block_twice_in_bf16: "do not call a block twice either",
     adafactor_of_fsdp1: "use mode ddp, or an elementwise",
     by_one_number: r"ByOneNumber gives different results on FSDP2's .* \.full_tensor\(\)",
+    partial(by_ratios, "full_shard"): "ByRatios gives different results on FSDP2's sharded tensors",
+    partial(by_shape, 1, "muon"): "Muon needs whole tensors",
+    partial(by_shape, 1, "adafactorbv"): "AdafactorBigVision needs whole tensors",
     lbfgs_of_zero1: r"LBFGS could not be tried .* set optimizer.elementwise = True",
     partial(by_norms, "full_shard", 1, False): "ByNorms needs whole tensors",
     partial(by_norms, "shard_grad_op", 1, True): "ByNorms needs whole tensors",

@@ -65,9 +65,25 @@ def test_blocks_and_links_are_fitted_to_what_they_took():
         for n in (2, 4)
         for size in (2**16, 2**20, 2**24)
     ]
-    (link,) = fitting.fit_link_speeds(found, node_ranks=4)
+    like = machines.MACHINES["frontier"]
+    (link,) = fitting.fit_link_speeds(found, node_ranks=4, like=like)
     for name in ("bytes_per_second", "launch_seconds", "hop_seconds"):
         assert getattr(link, name) == pytest.approx(getattr(NODE, name), rel=1e-6)
+
+
+def test_what_two_nodes_took_plans_many():
+    """Two nodes do not tell a launch from hops; a plan of 64 nodes consists of hops."""
+    truth = machines.MACHINES["frontier"]
+    for scale in (1, 0.1):  # an interconnect of this latency, compared with the nearest machine's
+        found = []
+        for size in (2**16, 2**20, 2**24):
+            launch = scale * (truth.launch_seconds + truth.hop_seconds)
+            seconds = launch + size / 2 * 8 / truth.network_bytes_per_second
+            found.append(fitting.CollectiveTime("network", "all_gather", 2, size, seconds))
+        (link,) = fitting.fit_link_speeds(found, node_ranks=8, like=truth)
+        assert link.hop_seconds == pytest.approx(scale * truth.hop_seconds, rel=1e-6)
+        assert link.launch_seconds == pytest.approx(scale * truth.launch_seconds, rel=1e-6)
+        assert link.bytes_per_second == pytest.approx(truth.network_bytes_per_second, rel=1e-6)
 
 
 def test_noise_makes_no_cost_negative():

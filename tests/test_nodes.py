@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from ranks import NANO_ARGV, Result, Run, on_ranks, one_run, read_log
+from ranks import NANO_ARGV, Result, Run, join, on_ranks, one_run, read_log
 
+import prepare
 from runtime import devices
+from runtime.agreement import AgreedError
 from runtime.config import Config
+from runtime.image_source import check_same_pack, list_folder
 from runtime.run import resolve_on_nodes, try_plan
 
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
@@ -95,6 +98,29 @@ def test_the_memory_of_a_cpu_rank_is_its_part_of_the_node(monkeypatch):
         run = resolve_on_nodes(Config("tiny", mode="full_shard"), 4, fewest=1, most=ranks)
         try_plan(run, torch.device("cpu"), pytest.fail)
     assert seen[0] == pytest.approx(4 * seen[1])
+
+
+def open_a_pack_each() -> str:
+    """What a rank says of packs of its own: the same one everywhere, then rank 1's another."""
+    rank = join()
+    folder = Path(os.environ["FOLDER"])
+    check_same_pack(list_folder(str(folder / "new")))
+    check_same_pack(list_folder(str(ROOT / "examples" / "tiles" / "heldout")))
+    own = "old" if rank == 1 else "new"
+    try:
+        check_same_pack(list_folder(str(folder / own)))
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pack_of_a_node_is_the_one_of_rank_0(tmp_path):
+    """Each rank opens the pack itself: an older copy would have it train on other images."""
+    tiles = str(ROOT / "examples" / "tiles" / "heldout")
+    for name, more in (("new", []), ("old", ["--exclude", "ice"])):
+        assert prepare.main(["pack", tiles, str(tmp_path / name), "--workers", "1", *more]) == 0
+    for said in on_ranks(2, open_a_pack_each, tmp_path):
+        assert "is another pack than on the node of rank 0: copy it again (rank 1)" in said
 
 
 @pytest.mark.full

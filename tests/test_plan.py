@@ -351,6 +351,23 @@ def test_a_run_is_planned_with_the_ranks_that_its_nodes_have():
 # --- machines
 
 
+def test_gpus_of_one_workstation_do_not_send_over_a_network():
+    """More of them than the known machine has in a node."""
+    run = resolve(Config("base", mode="ddp", machine="rtx-4090"), 4, 4)
+    traffic = try_plan(run, torch.device("cpu"), pytest.fail)["traffic_bytes_per_rank"]
+    assert traffic["all_reduce"]["network"] == 0 < traffic["all_reduce"]["node"]
+
+
+def test_broadcasts_in_turn_follow_each_other_around_the_ring():
+    """1,024 of them on 1,024 ranks: about 2,048 hops of 60 us and launches of 50 us, no million."""
+    seconds = []
+    for mode in ("ddp", "zero1"):
+        argv = ["--model", "base", "--mode", mode, "--world-size", "1024", "--batch", "32"]
+        _, found = plan.read_command(argv)
+        seconds.append(found.seconds["communication"])
+    assert 2048 * 60e-6 < seconds[1] - seconds[0] < 2048 * 60e-6 + 1024 * 50e-6 + 0.1
+
+
 @pytest.mark.parametrize(
     ("device", "gib", "machine"),  # as PyTorch reports them
     [
@@ -363,7 +380,8 @@ def test_a_run_is_planned_with_the_ranks_that_its_nodes_have():
 )
 def test_a_device_finds_its_machine(device, gib, machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value=device))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(return_value=(0, gib * 2**30)))
+    properties = Mock(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=properties))
     run = resolve(Config("tiny", mode="ddp"), 1, 1)
     found = try_plan(run, torch.device("cuda", 0), pytest.fail)
     assert found["machine"] == machine and found["available_gib"] == pytest.approx(gib)

@@ -121,7 +121,6 @@ def test_a_job_that_was_refused_is_refused_again(launcher, tmp_path, monkeypatch
 def test_a_job_started_again_before_its_first_save_begins_where_it_was_told(tmp_path, monkeypatch):
     assert train(tmp_path / "old", "--steps", "4") == 0
     out = tmp_path / "new"
-    assert train(out, "--steps", "2") == 0
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     path = str(tmp_path / "old/step_00000004")
     flags = ["--steps", "6", "--allow-changes", "--resume", path, "--save-every", "none"]
@@ -129,6 +128,34 @@ def test_a_job_started_again_before_its_first_save_begins_where_it_was_told(tmp_
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert train(out, *flags) == 0
     assert [line["step"] for line in read_log(out / "log.jsonl")[1]][-2:] == [5, 6]
+
+
+def test_checkpoints_of_another_run_are_not_removed(tmp_path, capsys):
+    """--keep would, once the run that begins elsewhere has saved twice."""
+    old, out = tmp_path / "old", tmp_path / "out"
+    assert train(old, "--steps", "6") == train(out, "--steps", "4", "--seed", "1") == 0
+    before = {name: state_of(out / name) for name in names(out)}
+    flags = ["--steps", "12", "--allow-changes", "--keep", "1"]
+    assert train(out, *flags, "--resume", str(old / "step_00000006")) == 2
+    assert "step_00000004, perhaps of another run: give another --out" in capsys.readouterr().err
+    assert {name: state_of(out / name) for name in names(out)} == before
+
+
+def test_the_steps_of_another_run_mode_are_kept_out_of_a_log(tmp_path, capsys):
+    assert train(tmp_path, "--steps", "2") == 0
+    before = (tmp_path / "log.jsonl").read_bytes()
+    assert train(tmp_path, "--steps", "2", "--run-mode", "io") == 2
+    assert "holds the log of a run with --run-mode real: give" in capsys.readouterr().err
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+def test_images_that_are_held_out_and_trained_on_are_said(tmp_path, capsys):
+    tiles = ROOT / "examples" / "tiles"
+    flags = ["--steps", "1", "--eval-data", HELDOUT, "--data"]
+    assert train(tmp_path / "1", *flags, str(tiles)) == 0
+    assert "images of --eval-data are also in --data" in capsys.readouterr().out
+    assert train(tmp_path / "2", *flags, str(tiles / "train")) == 0
+    assert "images of --eval-data" not in capsys.readouterr().out
 
 
 def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path, capsys):

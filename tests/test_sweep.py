@@ -163,6 +163,31 @@ def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, words
 # --- one run
 
 
+def planned_point(flags, ranks, machine=None):
+    return sweep.plan_point(studies.Point("io", 1, ranks, flags.split()), machine)
+
+
+def test_a_point_is_planned_as_it_will_run(monkeypatch):
+    """With its own ranks on a node; reading has no model; a CPU keeps no memory for itself."""
+    hybrid = planned_point("--model 1b --mode hybrid", 4, "frontier")
+    alone = planned_point("--model 1b --mode hybrid --group 4", 4, "frontier")
+    assert hybrid["planned_gib"] == alone["planned_gib"]
+    reading = planned_point("--model 15b --mode no_shard --run-mode io", 1, "rtx-4090")
+    assert reading["fit"] == "" and "planned_images_per_second" not in reading
+    monkeypatch.setattr(sweep.devices, "rank_memory_gib", lambda device, ranks: 1.0)
+    flags = "--model tiny --mode full_shard --precision fp32 --img-size 64 --batch"
+    assert planned_point(f"{flags} 8", 4)["fit"] == ""
+    assert planned_point(f"{flags} 2000", 4)["fit"].startswith("NO")
+
+
+def test_different_runs_have_different_labels():
+    """Also if a flag is left out in one of them, or is none that a label shows."""
+    row = {"mode": "ddp", "model": "base", "world_size": 2, "precision": "bf16"}
+    rows = [row, row | {"bucket_cap_mb": 100.0}, row | {"mode": "full_shard"}, row]
+    labels = report.series_labels(rows, "model", "world_size")
+    assert labels == ["ddp", "ddp (bucket_cap_mb 100.0)", "full_shard", "ddp, run 2"]
+
+
 def test_medians_and_quartiles_are_those_after_the_warm_up():
     rates = [7.0, 50, 10, 12, 11, 15, 13, 14, 19, 18]
     steps = [{"step": 2 * i + 2, "images_per_second": r} for i, r in enumerate(rates)]

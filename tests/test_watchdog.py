@@ -68,8 +68,21 @@ def rank_1_stuck():
     time.sleep(60)
 
 
+def slow():
+    """Each step of both ranks takes longer than the limit, the first one too."""
+    rank = join()
+    watch = watched(rank)
+    for step in range(3):
+        watch.heartbeat("training", step)
+        time.sleep(3.5)
+    watch.stop()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 TROUBLES = {  # what two ranks do: what one of them prints
     suspended: "",  # they end well
+    slow: "",
     rank_0_stopped: r"no answer from rank 0 \(training in step 52, on",
     # with its stack
     rank_1_stuck: r"(?s)1 of 2 ranks stuck: rank 1 \(training, on.*in rank_1_stuck",
