@@ -45,7 +45,9 @@ BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byt
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 PREFETCH = 2  # batches that each worker of a loader may read ahead
-MAX_UNREADABLE_IN_A_ROW = 16  # this many unreadable images in a row end the run
+# This many unreadable images in a row end the run. If half of the images are unreadable (a large
+# --max-bad), that happens by chance once in 2**256 images.
+MAX_UNREADABLE_IN_A_ROW = 256
 # Logarithms of the limits of width / height; computed in fp32, as in torchvision.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), with a dtype in ARRAY_DTYPES

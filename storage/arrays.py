@@ -121,6 +121,10 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             return None
     except (data.NeedsPackingError, UnidentifiedImageError):
         return None
+    except Image.DecompressionBombError:
+        if start.startswith(data.TIFF_STARTS):
+            return None  # more than 2**30 pixels, but perhaps less than LARGEST_IMAGE bytes
+        raise
     return image
 
 

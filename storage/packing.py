@@ -195,7 +195,10 @@ def pack(
     if not report.kinds:
         raise ValueError(f"no image in {source} can be read")
     packed = save_index(index_members(shards, shard_members), str(folder / "pack.index"))
-    if not options.bands and options.nodata is None:
+    arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
+    measures = 2 * arrays >= len(packed)
+    # new values in arrays of the same sizes would not show that statistics are of the old ones
+    if not measures and not options.bands and options.nodata is None:
         copy_stats(listed, packed, report)
     folder.rename(path)
     packed = list_images(target)
@@ -212,8 +215,7 @@ def pack(
     if unused:
         share = f"{unused} of {count} images ({unused / count:.1%})"
         print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
-    arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
-    if (known or 2 * arrays >= count) and not (path / "stats.json").exists():
+    if (known or measures) and not (path / "stats.json").exists():
         save_stats(packed, read_folder(packed, workers), options.bands)
 
 

@@ -95,7 +95,8 @@ def cover_the_same(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     """Group the files of a folder into scenes by the names of their bands.
 
-    The end of a file's name, before its ending, tells its band: T33_B02.tif belongs to B02.
+    The end of a file's name, before its ending, tells its band: T33_B02.tif belongs to B02. But
+    MSK_QUALIT_B02.jp2 is a mask that Sentinel-2's products have for each band, and is left out.
     ValueError if a band has no file at all, or two in one scene.
     """
     if files.shards:
@@ -104,18 +105,18 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     others: Counter[str] = Counter()
     for index in range(len(files)):
         stem, _ = os.path.splitext(os.path.basename(files.name(index)))
-        band = find_band(stem, bands)
+        band = None if stem.startswith("MSK_") else find_band(stem, bands)
         if band is None:
             others[guess_band(stem)] += 1
         else:
             members.append((index, stem, band))
     found = {band for _, _, band in members}
     absent = [band for band in bands if band not in found]
+    seen = data.describe_counts(dict(others.most_common(12)))
     if absent:
-        seen = data.describe_counts(dict(others.most_common(12)))
         raise ValueError(f"no file of band {', '.join(absent)}; other names end with: {seen}")
     if others:
-        print(f"left out, being of no band: {sum(others.values())} files")
+        print(f"left out, being of no band: {sum(others.values())} files, ending with: {seen}")
     scenes = group_bands(files, members, bands)
     # Join folders only where this completes scenes: a class may be called 10m too.
     complete = count_complete(scenes)

@@ -962,6 +962,18 @@ def test_what_a_sparse_tiff_leaves_out_is_zero(bands, options, tmp_path):
     np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
 
 
+def test_a_scene_of_a_billion_pixels_is_left_to_pack(tmp_path):
+    """Pillow would call it an attack, but it takes less than 4 GiB. Not read here."""
+    path = tmp_path / "1.tif"
+    options = {"driver": "GTiff", "dtype": "uint16", "count": 1, "compress": "deflate"}
+    part = rasterio.windows.Window(0, 0, 512, 512)
+    size = {"height": 33000, "width": 33000, "tiled": True, "SPARSE_OK": True}
+    with rasterio.open(path, "w", **options, **size) as file:
+        file.write(np.full((1, 512, 512), 7, "uint16"), window=part)
+    with open(path, "rb") as file:
+        assert arrays.open_whole_picture(file) is None
+
+
 def test_a_broken_tiff_gets_one_true_sentence(tmp_path):
     write_by_gdal(tmp_path / "1.tif", blocks(0, 5, 1, 200))
     content = (tmp_path / "1.tif").read_bytes()
@@ -1340,6 +1352,22 @@ def test_names_of_other_bands_are_what_stack_takes(tmp_path, capsys):
     assert run_prepare(*argv, "B02") == 2
     assert "other names end with: 1 B02_10m, 1 SCL_20m" in capsys.readouterr().err
     assert run_prepare(*argv, "B02_10m,SCL_20m") == 0
+
+
+def test_masks_of_bands_are_no_scenes(tmp_path, capsys):
+    """Sentinel-2's products name them like bands, in the folder QI_DATA."""
+    scene = tmp_path / "scenes/T1.SAFE/GRANULE/L1C_T1"
+    for band in ("B02", "B03"):
+        write_by_gdal(scene / f"IMG_DATA/T1_{band}.tif", blocks(0, 1, 300, 900))
+        mask = np.ones((1, 32, 32), "uint8")
+        write_by_gdal(scene / f"QI_DATA/MSK_DETFOO_{band}.tif", mask)
+    argv = ["pack", tmp_path / "scenes", tmp_path / "pack", "--stack"]
+    assert run_prepare(*argv, "B02_10m,B03_10m") == 2
+    assert "no file of band B02_10m, B03_10m; other names end with: 2 B0" in capsys.readouterr().err
+    assert run_prepare(*argv, "B02,B03") == 0
+    said = capsys.readouterr().out
+    assert "left out, being of no band: 2 files, ending with: 1 B02, 1 B03" in said
+    assert "1 images: 2 channels of uint16" in said
 
 
 @pytest.mark.parametrize(
