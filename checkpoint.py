@@ -192,8 +192,8 @@ class Saver:
             raise _Refused("run_state has a key that is not a string: use strings")
         manifest["step"] = step
         manifest["optimizers"] = state.describe_groups()
-        # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved, but
-        # of a buffer that is itself sharded (a copy of a sharded parameter) every rank's part.
+        # Buffers may differ between ranks (BatchNorm statistics): the first rank's are saved. Of a
+        # buffer that is itself sharded (a copy of a sharded parameter), every rank saves its part.
         if dist.get_rank(self.group) != 0:
             tensors = {
                 name: tensor
@@ -288,7 +288,7 @@ class Saver:
             for name, (size, _) in files.items():
                 path = temporary / name
                 if not path.is_file() or path.stat().st_size != size:
-                    where = f"rank 0 does not find {path}, which another rank has written"
+                    where = f"rank 0 does not see all of {path}, which another rank wrote"
                     raise OSError(f"{where}: save to a folder that all nodes share")
             if new:
                 self.index = pickle.dumps(merge_index(parts))
@@ -316,7 +316,8 @@ class Saver:
                 _rename_for_removal(old)
             if len(steps) < len(every):
                 further = f"{every[-1]} is further than step {manifest['step']}, just saved"
-                warnings.warn(f"{further}: move it away, or find_newest returns it", stacklevel=1)
+                text = f"warning: {further}: move it away, or find_newest returns it"
+                print(text, file=sys.stderr, flush=True)
 
 
 class _RankSummary(NamedTuple):
@@ -370,11 +371,11 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a sharded model and its optimizers; return its manifest. Collective.
 
-    The manifest is the saved `run_state`, plus the "step". `optimizer` is one, several, or None,
-    which loads the model alone. States and settings (learning rate, ...) become those of the
-    checkpoint, as with Optimizer.load_state_dict. The ranks share the work of checking every file
-    first: CorruptCheckpointError or OSError, the same on all ranks, leaves the model unchanged.
-    After a later error it may be partly loaded.
+    The manifest has the saved `run_state`, the "step", and keys of its own. `optimizer` is one,
+    several, or None, which loads the model alone. States and settings (learning rate, ...) become
+    those of the checkpoint, as with Optimizer.load_state_dict. The ranks share the work of checking
+    every file first: CorruptCheckpointError or OSError, the same on all ranks, leaves the model
+    unchanged. After a later error it may be partly loaded.
     """
     folder = Path(folder)
 
@@ -564,7 +565,7 @@ class TrainingState:
         self.states_checksum = 0
         # what `read_settings` has found, for each parameter group of each optimizer
         self.settings: list[dict[str, Any]] = []
-        if self.fsdp1:  # no rank may go on to what is collective alone
+        if self.fsdp1:  # no rank may go on alone to what is collective
             _on_all_ranks(self._check_optimizers, None)
         else:
             self._check_optimizers()
@@ -657,8 +658,8 @@ class TrainingState:
     def _fsdp1_states_of(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """Return the states in the shapes that the parameters had before FSDP1 flattened them.
 
-        FSDP1 converts the states of exactly the parameters that are trained. So those without any,
-        and those of other optimizers, are given states of zeros, which are left out of the result.
+        FSDP1 converts the states of exactly the parameters that are trained. So parameters without
+        states, or of other optimizers, are given states of zeros, which are left out of the result.
         """
         _check_keys(optimizer, optimizer.state_dict())
         own = _on_all_ranks(partial(self._sharded_leaves, optimizer), None)
@@ -823,7 +824,7 @@ class TrainingState:
             for own_group, loaded in zip(own_groups, stateful.param_groups, strict=True):
                 own_group.update(loaded)
             stateful.param_groups = own_groups
-            # nor does it keep the dtypes of states: it has rounded them to that of the parameter
+            # load_state_dict() has also rounded states to the dtype of their parameter
             for p in order:
                 for leaf, value in states.get(p, {}).items():
                     now = stateful.state[p][leaf]
@@ -1027,7 +1028,7 @@ class Piece(NamedTuple):
 
 
 def equal_part(items: Sequence[WriteItem], part: int, parts: int) -> Iterator[Piece]:
-    """Yield the pieces in one of `parts` equal parts of the bytes of `items`, laid end to end.
+    """Lay `items` end to end, cut their bytes into `parts` equal parts, yield the pieces of one.
 
     A row belongs to the part in which it begins. Scalars and vectors are not divided. An empty
     chunk is skipped, unless its whole tensor is empty.

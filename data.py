@@ -1,9 +1,9 @@
 """Load images: file listing, assignment to ranks, crops, batches, decoding.
 
-Every random draw is a function of (seed, position), where `position` is the number of a sample in
-the whole job, from 0. So no rank, worker or sampler keeps any state: the step number says where a
-run is, and with the same global batch any number of ranks and workers gives the same images, crops,
-flips and masks.
+The order of images follows from (seed, epoch); the crop, flip and masking noise of a sample follow
+from (seed, position), where `position` is its number in the whole job, from 0. So no rank, worker
+or sampler keeps any state: the step number says where a run is, and with the same global batch any
+number of ranks and workers gives the same images, crops, flips and masks.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
 A micro-batch is the images of one rank in one accumulation step. Shapes: B images of a micro-batch,
 C channels, H x W pixels, L patches of an image.
@@ -39,20 +39,20 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2",
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # as Pillow names them
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
-NO_MEASUREMENT = 1e30  # values of larger magnitude mark missing pixels
+NO_MEASUREMENT = 1e30  # larger magnitudes must mark missing pixels, undeclared: they are refused
 NUMPY_START = b"\x93NUMPY"
 BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byte order
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 PREFETCH = 2  # batches that each worker of a loader may read ahead
-# This many unreadable images in a row end the run. If half of the images are unreadable (a large
-# --max-bad), that happens by chance once in 2**256 images.
+# This many unreadable images in a row end the run: the disk must have failed. By chance they almost
+# never follow each other, even if half of the images are unreadable and --max-bad allows that.
 MAX_UNREADABLE_IN_A_ROW = 256
 # Logarithms of the limits of width / height; computed in fp32, as in torchvision.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), with a dtype in ARRAY_DTYPES
-# Pillow refuses an image of more than 2**30 pixels, twice this limit. That many pixels take
-# LARGEST_IMAGE bytes as RGBA.
+# Pillow refuses an image of more than twice MAX_IMAGE_PIXELS. As RGBA, 2 * 2**29 pixels take
+# LARGEST_IMAGE bytes.
 Image.MAX_IMAGE_PIXELS = 2**29
 ImageFile.MAXBLOCK = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
 TiffImagePlugin.logger.setLevel("CRITICAL")  # it would print what `open_image` raises anyway
@@ -453,8 +453,8 @@ def build_loader(
         ),
         num_workers=workers,
         collate_fn=collate,
-        # A forked worker would inherit this process's threads, locks and devices. A worker from the
-        # fork server inherits only imported modules.
+        # A forked worker would inherit this process's open devices, and locks whose threads do not
+        # exist in it. A worker from the fork server inherits only what the server has imported.
         multiprocessing_context="forkserver" if workers else None,
         # without it each new iterator would draw from, and so change, PyTorch's global generator
         generator=torch.Generator(),
@@ -484,7 +484,7 @@ class NeedsPackingError(ValueError):
     """Training cannot read the file as it is, but `prepare.py pack` may be able to convert it."""
 
 
-# Pillow's modes that convert to 8-bit RGB without losing bands or bits
+# Pillow's modes of 8-bit pictures: each becomes RGB, with alpha blended with black
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 UNSIGNED = 1  # a value of TIFF's tag SampleFormat
 BAND_BY_BAND = 2  # a value of TIFF's tag PlanarConfiguration
@@ -503,13 +503,15 @@ NODATA_ADVICE = "if this value marks missing pixels, declare it: `prepare.py pac
 def is_file_error(error: Exception) -> bool:
     """Tell whether an error is the file's fault: it cannot be found, read or decoded.
 
-    Any other error comes from this node (memory, disk, software); other ranks might not see it.
+    An error of the operating system that says otherwise, or a lack of memory, comes from this node:
+    other ranks might not see it. All other errors count as the file's, because decoders raise many
+    types.
     """
     # When the host runs out of memory, PyTorch raises a RuntimeError that names its allocator.
     if isinstance(error, (MemoryError, ImportError)) or "DefaultCPUAllocator" in str(error):
         return False
     number = getattr(error, "errno", None)
-    if number is None:  # not from the operating system
+    if number is None:  # raised while decoding, by Pillow, numpy or this file
         return True
     return number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 
@@ -742,16 +744,18 @@ def describe_tiff(image: Any) -> str | None:
     if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
         return f"TIFF with {samples} bands of {bits} bits, stored band by band,"
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
-    # For an omitted tile Pillow would decode unrelated bytes of the file.
-    if any(0 in tags.get(tag, ()) for tag in offsets_and_sizes):
+    # An omitted strip or tile has offset and size 0; Pillow would decode what is at offset 0.
+    omits_tiles = any(0 in tags.get(tag, ()) for tag in offsets_and_sizes)
+    if omits_tiles:
         return "sparse TIFF (it omits empty tiles)"
     # sizes of the later pages, except overviews and masks
     sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
     pages_of_same_size = sizes.count(size_in_tags(tags))
     if pages_of_same_size > 0:
         return f"TIFF with {1 + pages_of_same_size} pages of the same size"
-    # the image itself may be in a SubIFD of its thumbnail's page
-    if (sizes or Tag.SubIFDs in tags) and is_overview_or_mask(tags):
+    # on a later page, or in a SubIFD of this one
+    has_other_image = bool(sizes) or Tag.SubIFDs in tags
+    if is_overview_or_mask(tags) and has_other_image:
         return "TIFF whose first page is a thumbnail"
     pages = pages_in_description(image)
     if pages > 1:
@@ -760,14 +764,14 @@ def describe_tiff(image: Any) -> str | None:
 
 
 def pages_in_description(image: Any) -> int:
-    """Return how many pages a TIFF's description names, if their pixels follow the first; else 1.
+    """Return the number of pages in a TIFF's description, if the file can hold them all; else 1.
 
     ImageJ and tifffile may write a stack of pages as one uncompressed block of pixels with a single
     directory. A program that cuts out a piece may copy the description, so the pixels must be there
     too.
     """
     text = str(image.tag_v2.get(Tag.ImageDescription, ""))
-    page_bytes = image.width * image.height * len(image.getbands())
+    page_samples = image.width * image.height * len(image.getbands())  # of 8 bits: bytes
     pages = 1
     # "ImageJ=1.54f", then a line "images=5"; or {"shape": [5, 64, 64]}
     by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
@@ -775,13 +779,14 @@ def pages_in_description(image: Any) -> int:
     if text.startswith("ImageJ=") and by_imagej:
         pages = int(by_imagej[1])
     elif by_tifffile:
-        pages = math.prod(int(side) for side in by_tifffile[1].split(",")) // page_bytes
+        samples = math.prod(int(side) for side in by_tifffile[1].split(","))  # of all pages
+        pages = samples // page_samples
     pixels_start = image.tag_v2.get(Tag.StripOffsets, (0,))[0]
     compressed = image.tag_v2.get(Tag.Compression, 1) != 1
     if pages <= 1 or compressed or image.fp is None:
         return 1
     file_bytes = image.fp.seek(0, os.SEEK_END)
-    has_all_pages = pixels_start + pages * page_bytes <= file_bytes
+    has_all_pages = pixels_start + pages * page_samples <= file_bytes
     return pages if has_all_pages else 1
 
 
@@ -809,8 +814,8 @@ def shows_bands(image: Any, bits: int) -> bool:
             raw_modes.add(arguments[0])
     if not raw_modes:  # compressed: libtiff decodes it, correctly
         return True
-    # If the file is not compressed, Pillow shortens modes such as "L;4" and "P;4I" to one letter,
-    # so it would read packed, inverted or reversed bits as plain bytes.
+    # If the file is not compressed, Pillow drops the end of modes such as "L;4" (packed) and "P;4I"
+    # (inverted), and decodes the bytes as plain 8-bit values. So the tags must tell.
     inverted = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0  # 0 is white
     reversed_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
     plain = bits == 8 and not inverted and not reversed_bits
@@ -819,7 +824,7 @@ def shows_bands(image: Any, bits: int) -> bool:
 
 
 def other_pages(image: Any) -> Iterator[Any]:
-    """Yield the tags of each page of a TIFF after the first."""
+    """Yield the tags of every page but the first of a TIFF."""
     file = image.fp
     directory = image.tag_v2
     if file is None:  # already decoded, by whoever opened the image
@@ -850,7 +855,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return a JPEG 2000's number of components, and the bits and signedness that all of them have.
+    """Return the number of components of a JPEG 2000 file, and their common bits and signedness.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
@@ -922,8 +927,8 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
     Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
     tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
     is faster, and the result differs by less than 1 grey level (of 255) on average. torchvision
-    decodes at full size, and so does `exact`. Set it also if the caller goes on using the image,
-    because draft() changes it.
+    decodes at full size, as this does with `exact`. Set `exact` too if the caller goes on using
+    the image, because draft() changes it.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):

@@ -11,8 +11,8 @@ four, with `--mode hybrid --group 4`:
 
 Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
 nodes. In the hybrid modes --group defaults to one node (runtime/run.py). With --tp the mesh has a
-third dimension, "tp": the ranks along it split each block and read the same images. Otherwise every
-rank reads images of its own. Copy this one file: it needs only torch.
+third dimension, "tp": ranks that differ only in their place along it split each block and read the
+same images; all others read different ones. Copy this one file: it needs only torch.
 
 In docstrings, "Collective" means that every rank must call the function: a rank that has called it
 waits for the others.
@@ -25,7 +25,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,8 +70,8 @@ class Ranks:
 
 # What torchrun sets for each rank
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What other launchers set to their number of processes: Open MPI, MPICH and its relatives (also
-# PALS), MVAPICH, Flux, and jsrun
+# The variables in which other launchers give their number of processes: Open MPI, MPICH and its
+# derivatives (such as PALS), MVAPICH, Flux, jsrun
 OTHER_LAUNCHERS = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -85,17 +85,21 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
     RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or if a single process would surely be a mistake: in a Slurm job with several tasks or
-    nodes, without srun, or under another launcher, such as mpiexec, that has started several.
+    by node, or if a single process would surely be a mistake: in a Slurm job of several tasks or
+    nodes that did not use srun, or if another launcher, such as mpiexec, has started several
+    processes.
     """
     # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchrun processes,
-    # not the ranks. Some job scripts export a few of the same names and then call srun.
+    # not the ranks.
     if all(name in environ for name in TORCHRUN):
         return _torchrun_ranks(environ)
+    # Then srun, even if a job script has exported some of torchrun's names, such as WORLD_SIZE.
     if _started_by_srun(environ):
-        return _slurm_ranks(environ)
+        ranks = _slurm_ranks(environ)
+        _check_other_counts(environ, ("WORLD_SIZE", *OTHER_LAUNCHERS), ranks.world_size)
+        return ranks
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-        return _torchrun_ranks(environ)
+        return _torchrun_ranks(environ)  # it raises, and names a variable that is missing
     several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
     several_nodes = environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
     if "SLURM_JOB_ID" in environ and (several_tasks or several_nodes):
@@ -103,14 +107,19 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
             "this Slurm job has several tasks or nodes, but this process was not started by srun: "
             "type `srun python`, or, for one process, `srun -n1 python`"
         )
-    for name in OTHER_LAUNCHERS:
-        if environ.get(name, "1") != "1":
-            raise RuntimeError(
-                f"the variable {name} says that {environ[name]} processes were started, but this "
-                "script takes its rank from torchrun or srun: use one of them, or export "
-                f"{', '.join(TORCHRUN)} in each process; for a single process, unset {name}"
-            )
+    _check_other_counts(environ, OTHER_LAUNCHERS, 1)
     return Ranks()  # a single process
+
+
+def _check_other_counts(environ: Mapping[str, str], names: Sequence[str], count: int) -> None:
+    """Raise RuntimeError if another launcher has started another number of processes."""
+    for name in names:
+        if environ.get(name, "") not in ("", str(count)):
+            raise RuntimeError(
+                f"the variable {name} says that {environ[name]} processes were started, but here "
+                f"the rank would be one of {count}: start the ranks with srun or torchrun alone, "
+                f"or export {', '.join(TORCHRUN)} in each process; if {name} is wrong, unset it"
+            )
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
@@ -132,8 +141,8 @@ def _torchrun_ranks(environ: Mapping[str, str]) -> Ranks:
         rendezvous = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     except KeyError as error:
         raise RuntimeError(
-            f"the variable {error}, which torchrun sets, is missing: start the ranks by torchrun, "
-            "or, for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+            f"the variable {error}, which torchrun sets, is missing: start the ranks with "
+            "torchrun, or, for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         ) from None
     return Ranks(rank, world_size, local_rank, local_world_size, "torchrun", rendezvous)
 
@@ -165,7 +174,9 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
             "node, so Slurm does not number the ranks node by node: give srun "
             "`--distribution=block`, and do not set another order of nodes or tasks"
         )
-    if world_size == 1:  # it needs no port, which another run in this step may have taken
+    if world_size == 1:
+        # It needs no port. The default below would be the same for several single processes that
+        # one srun starts.
         return Ranks(launcher="srun")
     defaults: dict[str, str] = {}
     if len(counts) == 1:
@@ -295,8 +306,8 @@ def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
 def quiet_gloo() -> Iterator[None]:
     """Hide the line that gloo prints on stdout for every new group in torch 2.10."""
     fixed_in_torch = torch.__version__ >= "2.11"  # comparing strings is right for 2.10 and above
-    # NCCL_DEBUG makes NCCL print on stdout too, and those lines are wanted. A process that was
-    # started without a stdout has None.
+    # NCCL_DEBUG makes NCCL print to stdout too, and those lines are wanted. In a process that was
+    # started without a stdout, sys.stdout is None.
     if fixed_in_torch or "NCCL_DEBUG" in os.environ or not sys.stdout:
         yield
         return

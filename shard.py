@@ -11,8 +11,9 @@ all-gather gives each rank the shards of all ranks. A reduce-scatter averages gr
 each rank its shard of the result.
 
 A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
-the blocks. "Full" values and shapes are those of an unsharded tensor. In docstrings, "Collective"
-means that every rank must call the function: a rank that has called it waits for the others.
+the blocks (the whole model with wrap="root"). "Full" values and shapes are those of an unsharded
+tensor. In docstrings, "Collective" means that every rank must call the function: a rank that has
+called it waits for the others.
 """
 
 import random
@@ -113,7 +114,8 @@ def mesh_shape(mode: str, world_size: int, group: int | None = None) -> tuple[in
     has_group = bool(group)
     if needs_group != has_group:
         raise ValueError(
-            "the hybrid modes, and only they, need `group`: the number of ranks that share one copy"
+            "the hybrid modes need `group`, the number of ranks that share one copy, and no other "
+            "mode takes it"
         )
     if shard_over == "none":
         return world_size, 1
@@ -218,7 +220,7 @@ def apply(
     split_block: Callable[[Any, DeviceMesh], None] | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
-    """Shard a model over the mesh; afterwards all ranks have the same values. Collective.
+    """Shard a model over the mesh; the shards of all ranks are those of one model. Collective.
 
     - `mesh`: dimensions "replicate" and "shard", with the sizes that `mesh_shape` returns; FSDP2
       allows a third, "tp".
@@ -265,7 +267,7 @@ def apply(
         fill_and_split(model)
         sharded = _ddp(model.to(_device(mesh)), mesh, options)
     _copy_attributes(original, sharded)
-    _watch_optimizers(sharded, replaced=set(original.values()) - set(sharded.parameters()))
+    _watch_optimizers(sharded, original.values())
     return sharded
 
 
@@ -301,8 +303,8 @@ def _checkpoint_and_compile(
     """Wrap the blocks for activation checkpointing, and compile them."""
     settings: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state}
     if options.ac == "selective":
-        # For each operation, _keep_matmuls tells whether its result is saved. Set only here: Dynamo
-        # treats checkpointing with any context_fn as selective.
+        # For each operation, _keep_matmuls tells whether its result is saved. context_fn is set
+        # only for this `ac`, because Dynamo treats checkpointing with any context_fn as selective.
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matmuls)
     if options.ac != "none":
         for block in blocks.values():
@@ -442,8 +444,9 @@ def _add_fsdp1_hooks(unit: Any, uses_copy: bool) -> None:
     The order in a call: FSDP1 gathers, the wrapped module is watched, FSDP1 frees, and
     `_reshard_without_backward` runs.
     """
-    # A copy is compared by its values. Without one, a write into a parameter survives, but a new
-    # `.data` does not, so only the memory is compared.
+    # With `uses_copy`, forward computes with a copy of the parameters, and any write into it is
+    # lost: values are compared. Otherwise a write reaches the parameter itself, and only a new
+    # `.data` is lost: the memory is compared.
     fingerprint = _fingerprint if uses_copy else _memory_of
     list_tensors = partial(_gathered_by_fsdp1, unit)
     module = unit._fsdp_wrapped_module
@@ -461,27 +464,49 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     """
     clear = torch.compiler.disable(_clear_autocast_cache)
     unit.register_forward_pre_hook(clear, prepend=True)
-    if not is_root:  # _LoopChecks checks the root's parameters
+    if not is_root:
+        # When the model is called, `_LoopChecks.before_call` checks all parameters; but the model
+        # may then call a block with stand-ins.
         refuse = torch.compiler.disable(_refuse_stand_ins)
         unit.register_forward_pre_hook(refuse, prepend=True)
     _refuse_changes_in_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
     _refuse_writes_to_arguments(unit, unit)
+    _count_passes(unit)
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
-    _reshard_after_methods(unit)
 
 
-def _reshard_after_methods(unit: Any) -> None:
-    """Have methods given to `register_fsdp_forward_method` call `_reshard_without_backward` too.
+def _count_passes(unit: Any) -> None:
+    """Count the passes of an FSDP2 unit that have begun but not ended, in `state.passes`.
 
-    They do not call the hooks of the unit, only this function of its state.
+    A pass is a call of forward(), or of a method given to `register_fsdp_forward_method`; one may
+    call another. FSDP2 does not run the unit's hooks around such a method. It calls two functions
+    of its state, which are replaced here, so that `_reshard_without_backward` runs after it too.
     """
     state = unit._get_fsdp_state()
+    state.passes = 0
+
+    def begin(module: Any, args: Any) -> None:
+        state.passes += 1
+
+    def end(module: Any, args: Any, output: Any) -> None:
+        state.passes = max(0, state.passes - 1)  # a hook before `begin` may have raised
+
+    unit.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
+    unit.register_forward_hook(torch.compiler.disable(end), always_call=True)
+    pre_forward = state._pre_forward
     post_forward = state._post_forward
 
-    def post_forward_and_reshard(module: Any, args: Any, output: Any) -> Any:
-        return _reshard_without_backward(module, args, post_forward(module, args, output))
+    def begin_method(module: Any, args: Any, kwargs: Any) -> Any:
+        begin(module, args)
+        return pre_forward(module, args, kwargs)
 
-    state._post_forward = post_forward_and_reshard
+    def end_method(module: Any, args: Any, output: Any) -> Any:
+        output = post_forward(module, args, output)
+        end(module, args, output)
+        return _reshard_without_backward(module, args, output)
+
+    state._pre_forward = begin_method
+    state._post_forward = end_method
 
 
 def _casts_inputs(options: ShardingOptions) -> bool:
@@ -602,6 +627,8 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled() and _may_need_backward(output):
         return output
     fsdp2 = isinstance(module, FSDPModule)
+    if fsdp2 and module._get_fsdp_state().passes > 0:  # this pass is part of one that goes on
+        return output
     if fsdp2:
         gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
     else:
@@ -673,23 +700,23 @@ def _contains(model: nn.Module, kind: Any) -> bool:
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Return a context for a forward pass in `dtype`: empty for FSDP, which casts by itself."""
+    """Return an autocast context for `dtype`; it does nothing in fp32, or for FSDP, which casts."""
     if dtype == torch.float32 or _contains(model, FSDP1 | FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
-    """Measure the gradients' norm over all parameters, and scale it down to at most `max_norm`.
+    """Compute the norm of all gradients together, and clip them to a norm of at most `max_norm`.
 
     Returns the norm before clipping, a scalar in fp32, the same on every rank. Collective if
-    gradients are sharded. ValueError for a module around a model that FSDP1 sharded; RuntimeError
-    if the gradients are not averaged over ranks yet.
+    gradients are sharded. ValueError if FSDP1 sharded the model, and `model` is a module around or
+    inside it; RuntimeError if the gradients are not averaged over ranks yet.
     """
     checks = _checks_in(model)
     if not all(each.all_averaged() for each in checks):
         raise RuntimeError(
-            "the gradients are not averaged over ranks yet: clip them after the step's last "
+            "the gradients have not been averaged over ranks yet: clip them after the step's last "
             "micro-batch"
         )
     if isinstance(model, FSDP1):
@@ -826,8 +853,9 @@ def build_scaler(
 ) -> torch.amp.GradScaler | None:
     """Build the gradient scaler that fp16 needs; None for bf16 and fp32.
 
-    All ranks compute the same scale: DDP averages an overflow into every rank's gradient, and the
-    scalers of FSDP reduce the overflow flag over the ranks.
+    All ranks compute the same scale. DDP averages an overflow into every rank's gradient. Under
+    FSDP2, DTensor reduces the overflow flag over the shard group, and replicas hold equal shards.
+    FSDP1's scaler reduces the flag over all ranks.
     """
     if dtype != torch.float16:
         return None
@@ -944,17 +972,17 @@ def _check_memory(model: nn.Module) -> None:
             first = tensor.data_ptr()
             end = first + tensor.numel() * tensor.element_size()
             ranges.append(_MemoryRange(first, end, name))
-    longest = _MemoryRange(0, 0, "")  # of those so far, the one that ends last
+    last = _MemoryRange(0, 0, "")  # the range so far that ends last
     for each in sorted(ranges):
         # two buffers may share memory: sharding does not divide them
-        both_buffers = each.name in buffers and longest.name in buffers
-        if each.first < longest.end and not both_buffers:
+        both_buffers = each.name in buffers and last.name in buffers
+        if each.first < last.end and not both_buffers:
             raise ValueError(
-                f"{longest.name} and {each.name} share memory, which sharding would divide: use "
+                f"{last.name} and {each.name} share memory, which sharding would divide: use "
                 "one nn.Parameter for both, or clone()"
             )
-        if each.end > longest.end:
-            longest = each
+        if each.end > last.end:
+            last = each
 
 
 def _reason_not_to_shard(p: nn.Parameter, sharded: bool) -> str:
@@ -1032,6 +1060,7 @@ class _InitialValues:
     ) -> None:
         named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
         self.name_of = {tensor: name for name, tensor in named}  # before anything is wrapped
+        self.in_checkpoint = set(model.state_dict())  # the names that a checkpoint will have
         self.device = device
         self.init_fn = init_fn
         self.uninitialized = uninitialized
@@ -1070,8 +1099,9 @@ class _InitialValues:
                     continue
                 if tensor not in made:
                     new = torch.empty_like(tensor, device=self.device)
-                    # a checkpoint that is loaded next has all but the non-persistent buffers
-                    if not self.uninitialized or leaf in module._non_persistent_buffers_set:
+                    # a checkpoint that is loaded next lacks non-persistent buffers, and what the
+                    # model's state_dict() leaves out, such as frozen parts
+                    if not self.uninitialized or self.name_of[tensor] not in self.in_checkpoint:
                         new.copy_(self.value(tensor))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
@@ -1108,14 +1138,14 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    unused). FSDP1 with cpu_offload: no gradients may be left that a backward pass would overwrite.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
 #    nor returned an object in which FSDP2 finds no tensor.
-# 3. When a tensor gets a gradient: the model must have been called since the last one.
+# 3. When a tensor gets a gradient: the model must have been called since its previous gradient.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
 #    three steps, and in every thousandth: all ranks must have used the same parameters, and
 #    replicas must be equal. If an optimizer's parameters are in no sharded model, their gradients
 #    must be the same on all ranks (first three steps).
 # Values are compared only rarely, because reading them makes the CPU wait for the GPU.
-# In a simulation of FSDP (backend "fake") tensors have no values, so checks 1 and 3, and the second
-# half of check 2, are left out.
+# In a simulation of FSDP (backend "fake") tensors have no values: there is no _LoopChecks, and only
+# the first half of check 2, and of check 4 the first sentence, are left.
 #
 # Attributes that the checks set on PyTorch objects:
 #   loop_checks           on a sharded model: its _LoopChecks
@@ -1177,7 +1207,8 @@ class _HeldParameter(NamedTuple):
     parameter: Any
 
 
-# (function of (name, p, now) that tells whether a parameter breaks the rule, the sentence if so)
+# (is_broken, sentence): is_broken(name, p, now) tells whether the parameter `p` breaks the rule,
+# where `now` is what the module holds in its place; the error is then "NAME SENTENCE".
 Rule = tuple[Callable[[str, Any, Any], bool], str]
 
 
@@ -1198,7 +1229,8 @@ class _LoopChecks:
         self.sharded = mesh["shard"].size() > 1
         self.flattened = self.fsdp1 and self.sharded  # a rank has parts of tensors
         # If FSDP1 casts or moves parameters, each call computes with new tensors. FSDP1 registers
-        # its hook only on those of the first call, so the gradients of a second would be lost.
+        # its hook only on the tensors of the first call, so gradients of a second call would be
+        # lost.
         self.needs_backward_after_call = self.offloaded_by_fsdp1 or (
             self.fsdp1 and model.mixed_precision.param_dtype != torch.float32
         )
@@ -1260,8 +1292,9 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
-        # A call in a backward pass recomputes activations; that pass is of course unfinished.
-        if not _in_backward():
+        # A call in a backward pass recomputes activations; that pass is of course unfinished, and
+        # so is one that calls the model, such as generate().
+        if not _in_backward() and not self.in_pass():
             self.check_interrupted()
             if self.offloaded_by_fsdp1:
                 self.check_applied()
@@ -1276,6 +1309,10 @@ class _LoopChecks:
         if torch.is_grad_enabled():
             self.calls += 1
             self.update_usage()
+
+    def in_pass(self) -> bool:
+        """Tell whether FSDP2 is in a pass of the model, when `before_call` runs for another."""
+        return self.fsdp2 and self.model._get_fsdp_state().passes > 0
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
@@ -1360,7 +1397,8 @@ class _LoopChecks:
         if any(_is_interrupted(unit) for unit in self.units):
             raise RuntimeError(
                 "an exception has ended a forward or backward pass, after which FSDP would go on "
-                "in a wrong state: load a checkpoint in a new process"
+                "in a wrong state: load a checkpoint in a new process; or, with FSDP2 in torch "
+                "2.14, call model.reset_iter_state() after it, and repeat the whole step"
             )
 
     def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -1371,7 +1409,7 @@ class _LoopChecks:
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
-            # the checks below end with resharding, but other units still need what they gathered
+            # the checks below end with reshard(), but other units still need what they gathered
             return
         self.check_interrupted()
         self.check_backward()
@@ -1387,15 +1425,14 @@ class _LoopChecks:
             )
         self.update_usage()
         if self.fsdp2:
-            # A call with gradients but without backward() leaves units gathered, and so does one
-            # that an exception ended; the step would make these values stale. Not reshard(), which
-            # does nothing after an exception. Where a backward pass has resharded, this does not.
+            # A call with gradients but without backward() leaves units gathered, as does a method
+            # given to register_fsdp_forward_method; the step would make these values stale.
+            # reshard() does nothing where a backward pass has resharded.
             for unit in self.units:
-                for group in _fsdp2_param_groups(unit):
-                    group._to_sharded()
+                unit.reshard()
         self.after_forward = {}
-        # The loop itself may have averaged gradients that no backward pass has averaged, so these
-        # are compared in every step.
+        # If the last backward pass did not average (no_sync), the loop may have done so itself.
+        # Nothing guarantees that, so each such step is compared.
         if self.compares_values() or not self.averaged:
             self.compare_ranks()
         self.steps += 1
@@ -1448,7 +1485,7 @@ class _LoopChecks:
         raise RuntimeError(f"{name} {NOT_PUT_BACK if is_view else REPLACED}")
 
     def rules_of_fsdp(self) -> list[Rule]:
-        """List the rules that apply to the parameters of FSDP now, with a sentence for each."""
+        """List the rules that apply now to parameters under FSDP, with a sentence for each."""
         rules: list[Rule] = []
         called_since_step = bool(self.after_forward)  # before_step empties it
         if called_since_step:
@@ -1462,7 +1499,7 @@ class _LoopChecks:
         return rules
 
     def rules_of_ddp(self) -> list[Rule]:
-        """List the rules that apply to the parameters of DDP now, with a sentence for each."""
+        """List the rules that apply now to parameters under DDP, with a sentence for each."""
         rules: list[Rule] = [
             (self.has_other_dtype, OTHER_DTYPE),
             (self.has_lost_average, LOST_AVERAGE),
@@ -1827,7 +1864,11 @@ def _refuse_writes_to_arguments(unit: nn.Module, module: nn.Module) -> None:
 def _is_subsequence(items: list[Any], before: list[Any]) -> bool:
     """Tell whether `items` are those of `before`, in the same order, with some left out."""
     rest = iter(before)
-    return all(any(item is old for old in rest) for item in items)  # goes on where it stopped
+    for item in items:
+        found = any(item is old for old in rest)  # takes items from `rest` until it finds this one
+        if not found:
+            return False
+    return True
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
@@ -1920,11 +1961,11 @@ def _check_loose(optimizer: torch.optim.Optimizer, loose: list[Any], count: int)
 def _check_whole_tensors(
     optimizer: torch.optim.Optimizer, checks_of_models: Collection[_LoopChecks]
 ) -> None:
-    """Raise RuntimeError for an optimizer that would change sharded tensors unlike whole tensors.
+    """Raise RuntimeError for an optimizer that changes sharded tensors differently from whole ones.
 
-    FSDP1 gives each rank parts of flattened tensors, ZeRO-1 some of the tensors. FSDP2 gives it
-    DTensors: operations on these return the same as on whole tensors, but .item() on a sum returns
-    only this rank's part.
+    FSDP1 gives each rank parts of flattened tensors, and ZeRO-1 gives it some of the tensors. FSDP2
+    gives it DTensors: operations on these return the same as on whole tensors, but .item() on a sum
+    returns only this rank's part.
     """
     zero1 = isinstance(optimizer, ZeroRedundancyOptimizer)
     if zero1 and any(checks.fsdp for checks in checks_of_models):
@@ -1986,15 +2027,26 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
     The trial imitates two ranks, with a matrix and a tensor of four elements. Each rank gets a part
-    of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. The matrix is large,
-    because some optimizers treat small matrices, of less than 128 rows or columns, like vectors.
+    of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. It is made with a small
+    and a large matrix, because some optimizers treat matrices of less than 128 rows like vectors.
     """
-    rows, columns = 130, 132
+    # the small one first, because some would take minutes to refuse the large one
+    for rows, columns in ((3, 4), (130, 132)):
+        if not _steps_equally_on_parts_of(optimizer, flattened, rows, columns):
+            return False
+    return True
+
+
+def _steps_equally_on_parts_of(
+    optimizer: torch.optim.Optimizer, flattened: bool, rows: int, columns: int
+) -> bool:
+    """Make the trial of `_steps_equally_on_parts` with a matrix of this size."""
     size = rows * columns
+    cut = size // 2 - 1  # inside a row
     matrix = torch.arange(size).view(rows, columns)  # indices of the elements
     other = torch.arange(size, size + 4)  # a vector
     if flattened:
-        ranks = [[matrix.flatten()[:5000], other[:1]], [matrix.flatten()[5000:], other[1:]]]
+        ranks = [[matrix.flatten()[:cut], other[:1]], [matrix.flatten()[cut:], other[1:]]]
     else:
         other = other.view(2, 2)  # no vector: Muon takes none
         ranks = [[matrix], [other]]
@@ -2030,8 +2082,8 @@ def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
             in_shards = change(shard_tensor=shard_tensor)
         except Exception:
             return True
-        # Muon computes in bf16, where the order of summation shows: 2 % on four ranks. A norm of
-        # one rank's part is wrong by far more.
+        # Muon computes in bf16, where the order of summation alone changes the result by 2 % on
+        # four ranks. An optimizer that takes the norm of one rank's part differs by 27 % and more.
         tolerance = 0.1 * whole.abs().max().item()
         if not torch.allclose(in_shards, whole, rtol=0, atol=tolerance):
             return False
@@ -2113,8 +2165,9 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
                 )
 
 
-def _watch_optimizers(sharded: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
-    """Have every optimizer checked before each step; `replaced`: parameters that FSDP replaced."""
+def _watch_optimizers(sharded: nn.Module, original: Iterable[nn.Parameter]) -> None:
+    """Have every optimizer checked before each step; `original`: the parameters before sharding."""
+    replaced = set(original) - set(sharded.parameters())  # DDP replaces none
     # a simulation has no checks, and neither do ddp and zero1 on one rank
     checks: Any = getattr(sharded, "loop_checks", None)
     for p in replaced:
@@ -2177,13 +2230,9 @@ def _holds_unaveraged_gradients(unit: Any) -> bool:
 
 
 def _is_interrupted(unit: Any) -> bool:
-    """Tell whether a pass of a unit has begun, but not ended.
-
-    FSDP2 recovers from a forward pass that an exception has ended (`before_step` helps); FSDP1 does
-    not.
-    """
+    """Tell whether an exception has ended a forward or backward pass of a unit."""
     if isinstance(unit, FSDPModule):
-        return unit._get_fsdp_state()._training_state.name == "PRE_BACKWARD"
+        return unit._get_fsdp_state()._training_state.name != "IDLE"
     return unit._handle is not None and unit._handle._training_state.name != "IDLE"
 
 

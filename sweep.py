@@ -1,4 +1,4 @@
-"""Run many trainings; write a page with figures, and what limits each run.
+"""Run many training jobs; write a page with figures, and what limits each run.
 
     python sweep.py quick                                   # minutes on a laptop, page included
     python sweep.py io --models base --data DIR             # real, syn, io: what limits a run?
@@ -7,11 +7,11 @@
     python sweep.py scaling -- --img-size 96                # flags for every point
     python sweep.py report DIR                              # how far it is, and the page
     python sweep.py report DIR examples/published           # yours beside the published ones
-A point is a run of train_fsdp.py, by torchrun, or by launch_frontier.sh in a job array per number
-of nodes. The same command runs what is missing: DIR/runs/ID is there once a point has begun, its
-result.json once it has ended (done, out of memory, failed, timed out). What cannot fit according to
-plan.py is skipped. Flags after `--` are added to every point; if a flag is given twice, the last
-one counts. The page needs matplotlib.
+A point is a run of train_fsdp.py, started here or, through Slurm, by launch_frontier.sh: a job
+array for each number of nodes. The same command runs what is missing: DIR/runs/ID is there once a
+point has begun, its result.json once it has ended (done, out of memory, failed, timed out). What
+cannot fit according to plan.py is skipped. Flags after `--` are added to every point; if a flag is
+given twice, the last one counts. The page needs matplotlib.
 """
 
 import argparse
@@ -97,7 +97,9 @@ def check_run_flags(words: Sequence[str]) -> None:
     config.add_flags(parser, config.Config, left_out=NOT_ALLOWED)
     _, others = parser.parse_known_args(words)
     if others:
-        parser.error(f"{others[0]} is no flag of train_fsdp.py, or not for a sweep: leave it out")
+        parser.error(
+            f"{others[0]} is no flag of train_fsdp.py, or not one for a sweep: leave it out"
+        )
 
 
 def point_id(point: Point, flags: Row) -> str:
@@ -162,7 +164,7 @@ def command_of(row: Row, out: Path) -> tuple[list[str], dict[str, str]]:
 def job_environment(row: Row) -> dict[str, str]:
     """Return the environment of launch_frontier.sh in a task of a job array."""
     environ = dict(os.environ)
-    # a point is short, its only round, and may share its nodes with others
+    # a point is short: it is not requeued, and may share its nodes with others
     environ.setdefault("AGAIN", "no")
     environ.setdefault("PREFLIGHT", "no")
     port = 20000 + int(environ["SLURM_JOB_ID"]) % 10000
@@ -251,7 +253,7 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
     out = out.resolve()
     rows = [plan_point(point, machine) for point in choose_points(args, words)]
     if not rows:
-        raise ValueError("one rank gathers nothing: options need several")
+        raise ValueError("options needs several ranks: one rank has nothing to gather")
     out.mkdir(parents=True, exist_ok=True)
     rows = results.add_points(out, rows)
     print(f"{len(rows)} points in {out}", flush=True)
@@ -284,7 +286,7 @@ def run_sweep(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def run_task(args: argparse.Namespace) -> int:
-    """Run the point that a task of a job array is for, of the sweep that is named."""
+    """Run the point of the given sweep that this task of a job array is for."""
     out = args.dirs[0]
     row = results.read_rows(out)[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     row = run_point(out, row, args)

@@ -11,7 +11,8 @@ the model, the loop, the run.
 
 if __name__ == "__main__":
     # Before the imports, which take seconds: a signal that arrives meanwhile must not kill the
-    # process. Slurm sends one shortly before the time limit; the training loop then saves and ends.
+    # process. With --signal, Slurm sends one before the time limit; the training loop then saves
+    # and ends.
     from runtime import process
 
     process.ignore_output_errors()
@@ -46,9 +47,9 @@ from runtime.session import Session, manual_gc, run_session
 from runtime.start_record import report_start
 
 # These objects come from runtime/. Run: the flags and what follows from them (sizes, steps).
-# Session: what lives as long as the process group (log, watchdog, signals). StepGuard: makes all
-# ranks decide alike in each step. CheckpointSchedule: when to save. Monitor: holds all of these,
-# plus the clock and the bad images.
+# Session: what lives as long as the process group (log, watchdog, signals). StepGuard: has all
+# ranks take the same decisions in each step. CheckpointSchedule: when to save. Monitor: holds all
+# of these, plus the clock and the bad images.
 
 COLLECT_EVERY = 100  # steps between two garbage collections
 
@@ -112,9 +113,9 @@ def train_step(
     lr: float,
     requests: StepRequests = NO_REQUESTS,
 ) -> None:
-    """Take one optimizer step, unless some rank has a bad value or no batch. Collective.
+    """Take one optimizer step, unless some rank has a bad value or no new batch. Collective.
 
-    `guard` makes all ranks decide alike, with one all-reduce, whether to apply the step. The same
+    With one all-reduce, `guard` has all ranks agree on whether to apply the step. The same
     all-reduce tells them this rank's `requests`, for example to stop or to save. With AdamW nothing
     here waits for a GPU, so the host can run ahead of it, except in the few steps in which shard.py
     compares the ranks.
@@ -123,7 +124,7 @@ def train_step(
     scaler = training.scaler
     loss = forward_backward(training, micro_batches)
     if scaler:
-        scaler.unscale_(optimizer)  # the norm must be that of the true gradients
+        scaler.unscale_(optimizer)  # the norm is of the unscaled gradients
     limit = math.inf if training.clip is None else training.clip
     # the norm over all shards, the same on every rank
     norm = shard.clip_grad_norm(training.model, limit)
@@ -137,7 +138,7 @@ def train_step(
         # Under DDP all have the same gradients. Under FSDP2, DTensor reduces the overflow flag over
         # the shard group, and replicas hold equal shards. FSDP1's scaler reduces it over all ranks.
         scaler.update()
-    optimizer.zero_grad()  # sets gradients to None, which frees their memory until backward
+    optimizer.zero_grad()  # FSDP's gradients are freed until backward; DDP keeps its buckets
 
 
 # --- The model: from shapes to a sharded model that trains
@@ -147,8 +148,9 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     """Build, shard and initialise the model; build its AdamW. Collective.
 
     A parameter has only a shape until its block is sharded. Then shard.apply allocates it, fills it
-    with its full value from `init_fn`, keeps this rank's shard, and frees the rest. So with FSDP
-    and --wrap block, no rank ever holds the full model. AdamW has states for this rank's shard.
+    with its full value from `init_fn`, keeps this rank's shard, and frees the rest. So where FSDP
+    shards the parameters of blocks (--wrap block), no rank ever holds the full model. AdamW has
+    states for this rank's shard.
 
     If `resuming`, values stay unset until a checkpoint is loaded.
     """
@@ -177,8 +179,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
         model, mode, decay, lr=run.peak_lr, weight_decay=config.weight_decay, betas=config.betas
     )
     if config.tp > 1:
-        # After sharding: give all ranks of a tp group the inputs of its first rank (nothing else
-        # keeps them equal), and save qkv's optimizer states in the usual order of rows.
+        # After sharding: give all ranks of a tp group the inputs of its first rank, in case one of
+        # them could not read an image, and save qkv's optimizer states in the usual order of rows.
         tensor_parallel.finish_split(model, optimizer, grid)
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.pixel_stats
@@ -199,9 +201,10 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 
 
 def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | None]:
-    """Run the remaining steps; return why the run ends, and an error message if it failed.
+    """Run the remaining steps; return why the run ends, and an error message if there is one.
 
-    Reasons: done, signal, nan, loader_error, bad_images, save_failed.
+    Reasons: done, signal, nan, loader_error (whose message `Monitor.finish` makes), bad_images,
+    save_failed.
     """
     guard = monitor.guard
     checkpoints = monitor.checkpoints
@@ -219,9 +222,9 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
         train_step(training, guard, batch.micro_batches, lr, monitor.requests())
         if monitor.profile:
             monitor.profile.step()
-        # log: every step whose result has arrived; on a GPU a result is read one step late, so that
-        # the host does not have to wait for it. Reading the results also sets guard.stop,
-        # guard.save, guard.end_reason and, for a bad step, monitor.problem.
+        # log: take each result that has arrived, and log those that are due. On a GPU a result is
+        # read one step late, so that the host does not have to wait for it. Reading the results
+        # also sets guard.stop, guard.save, guard.end_reason and, for a bad step, monitor.problem.
         for result in monitor.finished_steps(wait=save_scheduled or evaluate_scheduled):
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
@@ -304,7 +307,9 @@ def run_training(run: Run, session: Session) -> None:
         training = build_training(run, grid, resuming=bool(existing))
     if training and config.run_mode == "real":
         checkpoints = resume(existing, run, session, training)
-        if checkpoints.finished(partial(open_evaluation, run, session, training.model)):
+        evaluation_of = partial(open_evaluation, run, session, training.model)
+        # True if no step is left; it makes up for a last evaluation that is missing
+        if checkpoints.finished(evaluation_of):
             return
     else:
         # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)
@@ -343,6 +348,6 @@ def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
-    # Otherwise multiprocessing would import this file, and so PyTorch, again in each loader worker.
+    # multiprocessing finds the main script by `__file__`, and imports it in each loader worker
     del __file__
     raise SystemExit(main(signals=SIGNALS))

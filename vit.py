@@ -1,7 +1,8 @@
 """ViT-MAE: a vision transformer that learns by filling in removed patches (arXiv 2111.06377).
 
-The model alone: it knows nothing about ranks, devices or files. Sharding is applied from outside
-(shard.py). Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised model.
+The model alone: it knows nothing about ranks or files, and runs on any device. Sharding is applied
+from outside (shard.py). Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised
+model.
 
 Short names, in shapes and in code:
     B batch, C channels, H W image side in pixels, P patch side in pixels,
@@ -112,8 +113,8 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     decoder_block = block_multiply_adds(1 + length, decoder_width, 4 * decoder_width)
     decoder_pred = length * decoder_width * patch_values
     # The backward pass costs twice the forward pass: one product for the gradient of a layer's
-    # input, one for that of its weights. Images need no gradient: patch_embed costs two products,
-    # the other layers three.
+    # input, and one for the gradient of its weights. Images need no gradient: patch_embed costs two
+    # products, the other layers three.
     blocks = config.depth * block + config.decoder_depth * decoder_block
     multiply_adds = 2 * patch_embed + 3 * (blocks + decoder_embed + decoder_pred)
     return 2 * multiply_adds  # a multiply-add is two operations
@@ -158,7 +159,9 @@ def random_masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
 def loss_per_image(
     images: Tensor, pred: Tensor, mask: Tensor, patch: int, norm_pix_loss: bool
 ) -> Tensor:
-    """Compute the loss of each image (B,) in float64, for evaluation and baselines.
+    """Compute the loss of each image (B,), for evaluation and baselines.
+
+    The errors of the patches are computed in fp32, their mean over removed patches in float64.
 
     `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss. The
     trainer averages the result over its held-out images (runtime/evaluation.py).
@@ -241,7 +244,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         qkv = self.qkv(x).reshape(b, t, 3, self.heads, -1)  # (B, T, 3, N, E)
-        # Unbind before transposing: the other order copies all three gradients in backward.
+        # Unbind first, then transpose each part: qkv.transpose(1, 3).unbind(2) gives the same, but
+        # its backward pass copies all three gradients.
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # 3 x (B, N, T, E)
         x = attend(q, k, v, self.always_fused)  # (B, N, T, E)
         return self.proj(x.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
@@ -353,7 +357,7 @@ class ViTMAE(nn.Module):
     def encode(self, patches: Tensor, keep_ids: Tensor) -> Tensor:
         """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
-        # take_along_dim broadcasts: the indices over the features, the positions over the batch.
+        # take_along_dim broadcasts the indices over the features, and `pos` over the batch
         index = keep_ids.unsqueeze(-1)  # (B, K, 1)
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
         x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)  # (B, K, D)

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # a loader worker imports this file for SyntheticImages
 
 Patterns = Sequence[str] | None  # patterns for the names of images, as in data.scan
 SIDE = 256  # pixels
-SAMPLED = 16  # at most so many images are read to check a data set before training
+SAMPLED = 16  # at most this many images are read to check a data set before training
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def check_folders(config: "Config") -> None:
 def list_folder(
     folder: str, include: Patterns = None, exclude: Patterns = None, out: str | None = None
 ) -> Any:
-    """List a folder or pack, in `out` if given -> data.ImageSource; ValueError if it is empty.
+    """List a folder or pack, and keep the list in `out` if given; ValueError if it is empty.
 
-    A pack is a folder that holds a `pack.index` (image_list.is_pack).
+    A pack is a folder that holds a `pack.index` (image_list.is_pack). Returns a data.ImageSource.
     """
     check_folder(folder)
     return image_list.list_images(folder, out, include=include or (), exclude=exclude or ())
@@ -104,8 +105,9 @@ def find_images(
         out = None if config.dry_run else config.out
         files = list_folder(config.data, config.include, config.exclude, out)
         names = image_list.fingerprint(files)
-        if held_out and image_list.lists_overlap(files, held_out):
-            print("warning: images of --eval-data are also in --data: the run trains on them")
+        with suppress(OSError):  # an image that cannot be read is named later
+            if held_out and image_list.lists_overlap(files, held_out):
+                print("warning: images of --eval-data are also in --data: the run trains on them")
     data.steps_per_epoch(len(files), global_batch)  # raises if there is not even one
     notes = "as in pretraining"
     if stats is None:
@@ -117,7 +119,7 @@ def find_images(
 
 
 def check_same_pack(files: Any) -> None:
-    """Check that this node's copy of a pack is the one of rank 0; AgreedError if not. Collective.
+    """Check that this node's copy of a pack is that of rank 0; AgreedError if not. Collective.
 
     Each rank opens the pack itself, perhaps on a disk of its node.
     """
@@ -128,7 +130,7 @@ def check_same_pack(files: Any) -> None:
     def check() -> None:
         if image_list.fingerprint(files) != expected:
             where = f"{files.root} on {platform.node()}"
-            raise ValueError(f"{where} is another pack than on the node of rank 0: copy it again")
+            raise ValueError(f"{where} differs from the pack on the node of rank 0: copy it again")
 
     run_on_all_ranks(check)
 
@@ -161,10 +163,11 @@ def list_eval_images(folder: str, config: "Config") -> Any:
 def find_stats(
     folder: str, channels: int, images: str | None = None
 ) -> tuple[data.ChannelStats, str]:
-    """Read the statistics of the images in `folder` -> them, and a note on their origin.
+    """Return the statistics of the images in `folder`, and a note on their origin.
 
-    It says if they are of others than `images`, a fingerprint. RGB images without statistics get
-    ImageNet's. ValueError if none fit so many channels.
+    The note says if they were measured on other images than those of the fingerprint `images`. RGB
+    images without statistics get ImageNet's. ValueError if there are none for this number of
+    channels.
     """
     path = image_list.stats_file(folder)
     if folder == "synthetic":

@@ -26,7 +26,7 @@ COLUMNS = ["path", "reason", "step"]  # of bad_images.csv
 
 
 class Meter:
-    """Measure the steps of a loop by the host's clock, which stops while `paused`."""
+    """Measure the steps of a loop by the host's clock; their times exclude what is `paused`."""
 
     def __init__(self, begin: int, global_batch: int) -> None:
         """Begin before step `begin`; each step has `global_batch` images of all ranks."""
@@ -48,7 +48,7 @@ class Meter:
         self.interval_start += time.perf_counter() - start
 
     def interval(self, done: int) -> tuple[float, float]:
-        """End an interval after `done` steps; return seconds per step, and those spent waiting."""
+        """End an interval after `done` steps; return the seconds per step, and those of waiting."""
         now = time.perf_counter()
         steps = done - self.begin
         self.seconds += now - self.interval_start
@@ -95,9 +95,9 @@ def last_run_mode(log: bytes) -> str | None:
 
 
 class Log:
-    """Write the terminal and, once it is open, log.jsonl with one object a line; on rank 0 only."""
+    """Write to the terminal and, after `open`, to log.jsonl, an object a line; on rank 0 only."""
 
-    run: Run  # this and the device once it is open
+    run: Run  # this and the next are set by `open`
     device: torch.device
     file: TextIO | None = None
     tensorboard: Any = None  # its writer, with --tensorboard
@@ -137,7 +137,7 @@ class Log:
         self.say(f"warning: {text}")
 
     def write(self, event: str, **record: Any) -> None:
-        """Add a line to log.jsonl; if the disk refuses it, it waits in memory."""
+        """Add a line to log.jsonl; if that fails, the line waits in memory."""
         if not self.file:
             return
         for key, value in record.items():
@@ -217,7 +217,7 @@ class BadImageLog:
     """The bad images of all ranks, listed in OUT/bad_images.csv.
 
     data.Images replaces an unreadable image and names it in `bad`; Monitor.next_batch adds it to
-    `unreported`; `sync`, some steps later, lists those of all ranks. If they are too many,
+    `unreported`; `sync`, some steps later, lists those of all ranks. If there are too many,
     `train` saves and ends the run.
     """
 

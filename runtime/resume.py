@@ -68,8 +68,8 @@ def list_newest_first(run: Run, say: Say, dry_run: bool = False) -> list[Path]:
     """List the checkpoints that --resume allows, the furthest first. Collective.
 
     A `dry_run` leaves no trace in --out. AgreedError if --out has checkpoints despite --resume
-    none, or one further than --resume PATH. But if Slurm or torchrun restarts a job that began
-    here, it goes on with what it has saved.
+    none, or others than PATH despite --resume PATH. But if Slurm or torchrun restarts a job that
+    began here, it goes on with what it has saved. With PATH in --out, earlier ones are allowed.
     """
     if run.config.run_mode != "real":
         return []
@@ -107,7 +107,7 @@ def _choose_checkpoints(run: Run, say: Say, found: list[Path], restart: bool) ->
         raise ValueError(f"{out} holds {further[0].name}, further than {what}: {advice}")
     if found and not restart and not any(path.samefile(begin) for path in found):
         # with --keep, the next saves would remove them
-        advice = f"give another --out, or move it away: mv {found[0]} ELSEWHERE"
+        advice = f"give another --out, or move all of them away: mv {out}/step_* ELSEWHERE"
         raise ValueError(f"{out} holds {found[0].name}, perhaps of another run: {advice}")
     return [begin]
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 # multiplies the time limit of a phase that runs for the first time, and of every save
 STARTUP_FACTOR = 4
-LATER_FACTOR = 3  # a phase may last so many times as long as it did the last time
+LATER_FACTOR = 3  # a phase may last this many times as long as it did the last time
 
 
 class Beat(NamedTuple):
-    """What the main thread does now."""
+    """What the main thread is doing."""
 
     number: int  # number of this heartbeat
     phase: str
@@ -31,10 +31,10 @@ class Watchdog:
     """End a run whose ranks wait for one that makes no progress, and name that rank.
 
     The main thread calls `heartbeat` when it begins something; a thread publishes that through the
-    ranks' store. When a rank has waited for `seconds`, rank 0 names the ranks that are silent or
-    behind; these print their stacks, and all exit. A second thread, which the store cannot block,
-    says what takes long, and ends this rank if rank 0 does not answer. If Python itself hangs,
-    faulthandler ends it.
+    ranks' store. When a phase of a rank has passed its time limit (`seconds`, or more: `_watch`),
+    rank 0 names the ranks that are silent or behind; these print their stacks, and all exit. A
+    second thread, which the store cannot block, says if a phase takes long, and ends this rank if
+    rank 0 does not answer. If Python itself hangs, faulthandler ends it.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Watchdog:
         self.threads[0].start()
 
     def connect(self, environ: Mapping[str, str]) -> None:
-        """Start to publish, with the other ranks there; `environ` has MASTER_ADDR, MASTER_PORT."""
-        # a connection of its own: a waiting call blocks that of the process group
+        """Start to publish, once all ranks have joined; `environ` has MASTER_ADDR, MASTER_PORT."""
+        # a connection of its own: a call that waits would block the process group's connection
         self.store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
         self.threads.append(Thread(target=self._publish, args=[self.store], daemon=True))
         self.threads[1].start()
 
     def heartbeat(self, phase: str, step: int | None = None) -> None:
-        """Say that the main thread begins a phase; all ranks do so in the same order."""
+        """Say that the main thread is beginning a phase; all ranks do so in the same order."""
         self.durations[self.beat.phase] = self.clock - self.beat.since
         # one assignment: the other threads never see half of it
         self.beat = Beat(self.beat.number + 1, phase, step, since=self.clock)
@@ -76,14 +76,14 @@ class Watchdog:
             thread.join(2 * self.interval)
 
     def where(self) -> str:
-        """Describe what this rank does now, for a message."""
+        """Describe what this rank is doing, for a message."""
         beat = self.beat
         if beat.step is None:
             return f"{beat.phase}, on {platform.node()}"
         return f"{beat.phase} in step {beat.step + 1}, on {platform.node()}"
 
     def exit_now(self, text: str) -> NoReturn:
-        """Give up with a message and exit, whatever the main thread waits for."""
+        """Give up with a message and exit, whatever the main thread is waiting for."""
         self.leaving.acquire()  # for good: one thread leaves
         self.give_up(text)
         os._exit(1)
@@ -135,7 +135,7 @@ class Watchdog:
             os._exit(1)
 
     def _judge(self, store: dist.TCPStore) -> None:
-        """End the run by the ranks that are silent or behind, unless it continues meanwhile."""
+        """End the run and name the ranks that are silent or behind, unless it has gone on."""
         keys = [f"watchdog/{rank}" for rank in range(self.world_size)]
         before = [json.loads(text) for text in store.multi_get(keys)]
         self.ended.wait(4 * self.interval)

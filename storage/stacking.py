@@ -19,6 +19,7 @@ from storage.image_list import ImageList
 NO_FILE = -1
 Scenes = dict[tuple[str, str], list[int]]  # (folder, name) -> the file of each band
 RESOLUTION_FOLDER = re.compile(r"R?\d+m")
+MASK_OF_BAND = re.compile(r"MSK_[A-Z]+_B\d")  # MSK_QUALIT_B02 and the like, of Sentinel-2
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     """Group the files of a folder into scenes by the names of their bands.
 
     The end of a file's name, before its ending, tells its band: T33_B02.tif belongs to B02. But
-    MSK_QUALIT_B02.jp2 is a mask that Sentinel-2's products have for each band, and is left out.
+    MSK_QUALIT_B02.jp2, a mask that Sentinel-2's products have for each band, is left out.
     ValueError if a band has no file at all, or two in one scene.
     """
     if files.shards:
@@ -105,7 +106,7 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     others: Counter[str] = Counter()
     for index in range(len(files)):
         stem, _ = os.path.splitext(os.path.basename(files.name(index)))
-        band = None if stem.startswith("MSK_") else find_band(stem, bands)
+        band = None if MASK_OF_BAND.match(stem) else find_band(stem, bands)
         if band is None:
             others[guess_band(stem)] += 1
         else:

@@ -328,6 +328,7 @@ def train(out: Path, init: Path, *argv: str) -> Run:
     return Run([*flags, *argv], to=str(out))
 
 
+@pytest.mark.full
 def test_a_run_begins_with_any_layout_and_a_wrong_file_is_refused_before(tmp_path, capsys):
     """A resumed run needs the flag, but not the file."""
     weights, (a, b, c) = weights_of(), (tmp_path / name for name in "abc")

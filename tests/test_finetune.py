@@ -156,6 +156,7 @@ def runs_of_rank(run: Path, trees: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_train_as_a_plain_loop_and_stops_do_not_matter(run, trees, tmp_path):
     ranks = on_ranks(2, partial(runs_of_rank, run, trees), tmp_path, 900)
@@ -197,6 +198,7 @@ def stopped_while_scored(run: Path, trees: Path) -> int:
         return probe.main(argv)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_the_scores_of_all(run, trees, tmp_path):
     assert on_ranks(2, partial(stopped_while_scored, run, trees), tmp_path, 300) == [0, 0]

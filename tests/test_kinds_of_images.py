@@ -1230,6 +1230,7 @@ def read_with_few_files(pack: str) -> tuple[list[str], list]:
     return report.problems, [data.open_array(files.read(i)) for i in range(len(files))]
 
 
+@pytest.mark.full
 def test_a_pack_of_more_shards_than_open_files(tmp_path, monkeypatch):
     root = tmp_path / "tree"
     root.mkdir()

@@ -536,6 +536,7 @@ def compare_loops(rows: list[tuple[str, int]]) -> dict[tuple, float | str]:
         measure_by_a_method()
         follow_by_a_method()
         go_on_after_an_exception()
+        call_methods_in_methods()
         name_after_compiling()
         prune_in_ddp()
         train_on_one_rank()
@@ -1207,23 +1208,78 @@ class MayFail(OneHead):
         return self.heads[0](self.blocks(hidden))
 
 
-def go_on_after_an_exception() -> None:
-    """A micro-batch that all ranks leave out changes nothing in the steps after it."""
-    for mode in ("full_shard", "shard_grad_op", "no_shard"):
-        ends = []
-        for fails in (False, True):
-            model = sharded(mode, build(MayFail))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-            for step in range(4):
+def after_a_failed_forward(mode: str, fsdp: int, resets: bool = False) -> nn.Module:
+    """The second micro-batch of the second step fails, on all ranks."""
+    model = sharded(mode, build(MayFail), fsdp=fsdp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    inner: Any = model if fsdp == 2 else model.module
+    for step in range(4):
+        model(batch(dist.get_rank(), step)).square().mean().backward()
+        if step == 1:
+            inner.fails = True
+            with suppress(ValueError):
+                model(batch(dist.get_rank(), 50 + step))
+            inner.fails = False
+            if resets:
+                model.reset_iter_state()
+                optimizer.zero_grad()
                 model(batch(dist.get_rank(), step)).square().mean().backward()
-                model.fails = fails and step == 1
-                with suppress(ValueError):
-                    if model.fails:
-                        model(batch(dist.get_rank(), 50 + step))
-                model.fails = False
-                update(optimizer)
-            ends.append(full_parameters(model))
-        assert all(map(torch.equal, ends[0].values(), ends[1].values())), mode
+        update(optimizer)
+    return model
+
+
+def go_on_after_an_exception() -> None:
+    """As PyTorch 2.14 says, a step is repeated after reset_iter_state()."""
+    if not hasattr(shard.FSDPModule, "reset_iter_state"):
+        return
+    for mode in ("full_shard", "shard_grad_op", "no_shard"):
+        whole = sharded(mode, build(MayFail))
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.3)
+        for step in range(4):
+            whole(batch(dist.get_rank(), step)).square().mean().backward()
+            update(optimizer)
+        expected = full_parameters(whole)
+        found = full_parameters(after_a_failed_forward(mode, 2, resets=True))
+        assert all(map(torch.equal, found.values(), expected.values())), mode
+
+
+class CallsItself(Net):
+    """forward() calls a method that may also be called from outside, and one calls forward()."""
+
+    def predict(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.features(x, head))
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self(x).mean(dim=-1, keepdim=True)
+        return x
+
+
+def call_methods_in_methods() -> None:
+    """With and without gradients, of all or of the head alone."""
+    for mode in ("full_shard", "shard_grad_op", "no_shard"):
+        for frozen in (False, True):
+            ends = []
+            for is_plain in (True, False):
+                model = build(CallsItself)
+                for module in (model.embed, model.blocks):
+                    module.requires_grad_(not frozen)
+                ranks = [0, 1]
+                if not is_plain:
+                    model = sharded(mode, model, find_unused_parameters=SWITCH)
+                    shard.fsdp.register_fsdp_forward_method(model, "features")
+                    shard.fsdp.register_fsdp_forward_method(model, "generate")
+                    ranks = [dist.get_rank()]
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                seen = []
+                for step in range(3):
+                    with torch.no_grad():
+                        seen += [model.generate(batch(0, 98)), model(batch(0, 98))]
+                    Place(ranks).backward_of(model, step)
+                    update(optimizer)
+                ends.append([*seen, *full_parameters(model).values()])
+            for one, other in zip(*ends, strict=True):
+                torch.testing.assert_close(one, other)
 
 
 def name_after_compiling() -> None:
@@ -1446,7 +1502,7 @@ class DropsByPython(Block):
 REFUSED_ON_RANKS = {
     hidden_behind_frozen_blocks: "FSDP2 has not averaged .* not objects that hide them",
     step_before_the_last_micro_batch: r"FSDP2 has not averaged .* accumulation\(model, last=True\)",
-    partial(step_before_the_last_micro_batch, clips=True): "not averaged over ranks yet",
+    partial(step_before_the_last_micro_batch, clips=True): "not been averaged over ranks yet",
     output_changed_in_place: "FSDP2 has not averaged .* in place",
     optimizer_of_gathered_parameters: "build it before the first call",
     parameter_kept_by_a_function: "computed with a parameter from before shard.apply",
@@ -1454,6 +1510,13 @@ REFUSED_ON_RANKS = {
     partial(list_of_the_caller, 2): "wrote into a list that it was given",
     partial(after_a_failed_backward, 1): "an exception has ended a forward or backward pass",
     partial(after_a_failed_backward, 2): "an exception has ended a forward or backward pass",
+    partial(
+        after_a_failed_forward, "full_shard", 1
+    ): "an exception has ended a forward or backward",
+    partial(
+        after_a_failed_forward, "full_shard", 2
+    ): "an exception has ended a forward or backward",
+    partial(after_a_failed_forward, "no_shard", 2): "an exception has ended a forward or",
     zero_on_fsdp: "FSDP shards the optimizer's states itself",
     head_unused_in_the_fifth_step: "got no gradient from the last backward pass",
     partial(changed_twice_by_recomputing, Counts): "calls was changed in forward",
@@ -1512,7 +1575,7 @@ REFUSED_ON_RANKS = {
     partial(by_norms, "zero1", 2, True): "ByNorms needs whole tensors",
     partial(copied, 1): "build the model twice",
     partial(copied, 2): "build the model twice",
-    clipped_too_early: "not averaged over ranks yet",
+    clipped_too_early: "not been averaged over ranks yet",
     norm_of_a_module_around: "give clip_grad_norm the model that shard.apply returned",
 }
 

@@ -170,6 +170,7 @@ def test_nodes_that_differ_are_not_measured(tmp_path):
     assert not (tmp_path / "mine.json").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_four_ranks_measure_node_and_network(tmp_path, capsys):
     """As two nodes of two ranks; the file plans runs of any number of ranks."""

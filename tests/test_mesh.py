@@ -38,6 +38,13 @@ ONE_NODE = {  # rank 2 of 4, nothing exported by hand
     "SLURM_TASKS_PER_NODE": "4",
 }
 
+ALONE = {  # a single task
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_TASKS_PER_NODE": "1",
+}
+
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
@@ -57,7 +64,7 @@ ONE_NODE = {  # rank 2 of 4, nothing exported by hand
         # mpiexec, with torchrun's variables exported in each process
         (TORCHRUN | {"PMI_SIZE": "8", "PMI_RANK": "6"}, (6, 8, 2, 4, "torchrun")),
         (SRUN | {"PMI_SIZE": "20"}, (17, 20, 1, 4, "srun")),  # srun --mpi=pmi2
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, 0, 1, "single")),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": ""}, (0, 1, 0, 1, "single")),
         ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, "single")),  # a preset for srun, outside of any job
     ],
 )
@@ -84,9 +91,8 @@ def test_one_node_under_srun_needs_no_address():
 
 def test_one_rank_under_srun_needs_no_port():
     """Several runs may start in one step, as from the shell of `srun --pty bash`."""
-    one = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    for step in ({"SLURM_TASKS_PER_NODE": "1"}, {"SLURM_STEP_TASKS_PER_NODE": "1"}):
-        ranks = mesh.read_ranks(ONE_NODE | one | step)
+    for step in ({}, {"SLURM_STEP_TASKS_PER_NODE": "1"}):
+        ranks = mesh.read_ranks(ONE_NODE | ALONE | step)
         assert (ranks.world_size, ranks.rendezvous) == (1, {})
 
 
@@ -102,7 +108,7 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
-MPI = "says that 4 processes were started, .* use one of them, or export RANK, WORLD_SIZE"
+MPI = "says that 4 processes were started, but .* one of 1: .* or export RANK, WORLD_SIZE"
 CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
 
 
@@ -114,6 +120,9 @@ CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
         # under mpiexec, flux or jsrun each process would train on its own, in the same folder
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, MPI),
         ({"PMI_SIZE": "4"}, MPI),
+        # in the shell of `srun --pty bash`
+        (ONE_NODE | ALONE | {"PMI_SIZE": "4"}, MPI),
+        (ONE_NODE | ALONE | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, MPI),
         ({"FLUX_JOB_SIZE": "4"}, MPI),
         ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, MPI),
         (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's

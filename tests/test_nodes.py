@@ -120,7 +120,7 @@ def test_a_pack_of_a_node_is_the_one_of_rank_0(tmp_path):
     for name, more in (("new", []), ("old", ["--exclude", "ice"])):
         assert prepare.main(["pack", tiles, str(tmp_path / name), "--workers", "1", *more]) == 0
     for said in on_ranks(2, open_a_pack_each, tmp_path):
-        assert "is another pack than on the node of rank 0: copy it again (rank 1)" in said
+        assert "differs from the pack on the node of rank 0: copy it again (rank 1)" in said
 
 
 @pytest.mark.full

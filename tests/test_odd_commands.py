@@ -96,6 +96,7 @@ def test_the_other_programs(program, line, words, capsys):
     assert words in refused(program, line.split(), capsys)
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_does_the_same():
     command = [sys.executable, ROOT / "train_fsdp.py", "--img-size", "225"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120)

@@ -428,6 +428,7 @@ def masks_of_dropout() -> list[list[float]]:
     return Drawing.masks
 
 
+@pytest.mark.full
 def test_dropout_differs_and_is_the_same_after_a_resume(tmp_path):
     different = set()
     for masks in on_ranks(2, masks_of_dropout, tmp_path):

@@ -586,6 +586,7 @@ def test_without_tifffile_one_sentence_says_what_to_type(tmp_path, monkeypatch, 
     prepared("pack", TILES, tmp_path / "plain")  # which is needed for nothing else
 
 
+@pytest.mark.full
 def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
     root, pack = tmp_path / "tiff", tmp_path / "packed"
     for i in range(32):
@@ -605,14 +606,8 @@ def test_a_tree_of_thirteen_bands_trains_after_one_command(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm")
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("Ctrl-C", marks=pytest.mark.full),
-        "a worker is killed",
-        pytest.param("it is killed", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["Ctrl-C", "a worker is killed", "it is killed"])
 def test_a_run_with_workers_that_ends_early_saves_and_leaves_nothing_behind(tmp_path, how):
     flags = f"{TRAIN} --mode ddp --batch 4 --steps 100000 --log-every 1 --workers 2 --data {TILES}"
     command = [sys.executable, "-u", ROOT / "train_fsdp.py", *flags.split(), "--out", tmp_path]

@@ -200,6 +200,7 @@ def test_what_is_on_disk_is_said(tmp_path, capsys):
     assert not (tmp_path / "new/done").exists()
 
 
+@pytest.mark.full
 def test_a_save_in_the_background_is_waited_for_when_a_process_fails(tmp_path, capsys):
     write = checkpoint.Saver._write
     step = train_fsdp.train_step
@@ -222,6 +223,7 @@ def test_a_save_in_the_background_is_waited_for_when_a_process_fails(tmp_path, c
     assert [r["step"] for r in records if r["event"] == "save"] == [2, 4, 6, 8, 9]
 
 
+@pytest.mark.full
 def test_bad_images_that_are_gone_do_not_count(tmp_path, capsys):
     tiles = sorted((ROOT / "examples/tiles/train").rglob("*.jpg"))[:40]
     root = tmp_path / "tiles"

@@ -29,7 +29,7 @@ def test_mesh_shapes():
     with pytest.raises(ValueError, match="there is no mode zero3: use one of ddp, zero1, no_shard"):
         shard.mesh_shape("zero3", 8)
     for mode, group in (("full_shard", 2), ("hybrid", None)):
-        with pytest.raises(ValueError, match="the hybrid modes, and only they"):
+        with pytest.raises(ValueError, match="the hybrid modes need `group`"):
             shard.mesh_shape(mode, 8, group)
 
 

@@ -92,6 +92,7 @@ def step_in_every_row() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_mode_reads_a_number_in_a_step_and_blocks_are_compiled_in_the_first_only(tmp_path):
     on_ranks(2, step_in_every_row, tmp_path)

@@ -149,9 +149,9 @@ def test_equal_runs_are_one_point_and_the_last_of_two_flags_counts(tmp_path):
         ("scaling -- --memory-gib 8", "--memory-gib is no flag of train_fsdp.py"),
         (
             "scaling -- --world-size 64",
-            "--world-size is no flag of train_fsdp.py, or not for a sweep",
+            "--world-size is no flag of train_fsdp.py, or not one for a sweep",
         ),
-        ("scaling -- --resume x", "--resume is no flag of train_fsdp.py, or not for a sweep"),
+        ("scaling -- --resume x", "--resume is no flag of train_fsdp.py, or not one for a sweep"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
@@ -220,10 +220,8 @@ def test_each_end_is_classified(code, end, output, late, state):
 # --- a sweep, without training
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"),
-    [(signal.SIGKILL, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGKILL, 1), (signal.SIGTERM, 2)])
 def test_ended_it_continues_with_what_it_says(tmp_path, stand_in, number, ranks):
     out, killed = tmp_path / "out", number == signal.SIGKILL
     command = ["scaling", "--models", "tiny", "--ranks", str(ranks), "--data", "synthetic"]

@@ -31,6 +31,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("meshes", MESHES)
 def test_a_checkpoint_moves_between_meshes(meshes, tmp_path):
     """Four steps; under each further mesh from one step later on, of the mesh before.

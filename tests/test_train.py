@@ -127,6 +127,7 @@ def calls_a_deaf_master():
         train_fsdp.main([*SMALL, "--timeout", "1", "--out", os.environ["FOLDER"]])
 
 
+@pytest.mark.full
 def test_a_master_that_never_answers_is_one_sentence(tmp_path):
     """A stopped rank 0, or another program at its port."""
     with pytest.raises(RuntimeError, match="failed") as found:
