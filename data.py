@@ -39,14 +39,15 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".jp2",
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "JPEG2000")  # as Pillow names them
 ARRAY_DTYPES = ("uint8", "uint16", "float32")
 LARGEST_IMAGE = 2**32  # one decoded image may take at most this many bytes
-NO_MEASUREMENT = 1e30  # larger magnitudes must mark missing pixels, undeclared: they are refused
+# A larger magnitude can only be a nodata value that was not declared: the image is refused.
+LARGEST_MEASUREMENT = 1e30
 NUMPY_START = b"\x93NUMPY"
 BIG_TIFF_STARTS = (b"II+\0", b"MM\0+")  # how BigTIFF files start, in either byte order
 TIFF_STARTS = (b"II*\0", b"MM\0*", *BIG_TIFF_STARTS)
 JPEG2000_STARTS = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")  # of .jp2 and .j2k
 PREFETCH = 2  # batches that each worker of a loader may read ahead
-# This many unreadable images in a row end the run: the disk must have failed. By chance they almost
-# never follow each other, even if half of the images are unreadable and --max-bad allows that.
+# This many unreadable images in a row end the run: the folder must be gone. Chance almost never
+# makes a row this long, even if half of the images are unreadable and --max-bad allows that.
 MAX_UNREADABLE_IN_A_ROW = 256
 # Logarithms of the limits of width / height; computed in fp32, as in torchvision.
 LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
@@ -199,9 +200,9 @@ def describe_counts(counts: dict[str, int]) -> str:
 def classes_by_folder(names: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
     """Derive the classes of images from their relative paths; return labels and class names.
 
-    An image's class is the name of its folder; folders with the same name form one class. If all
-    folders have the same name (CLASS/images/x.jpg), the folder above names the class. A label is an
-    index into the class names, or -1 for an image directly in the root.
+    An image's class is the name of its folder; folders with the same name form one class. If there
+    are several folders, all with one name (CLASS/images/x.jpg), those above name the classes. A
+    label is an index into the class names, or -1 for an image directly in the root.
     """
     folders = [os.path.dirname(name) for name in names]
     # each folder of images -> the folder that names its class: itself, or one above it
@@ -363,7 +364,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # not Dataset[Sample]: a DataLoader of it yields MicroBatches
+class Images(Dataset[Any]):  # for mypy, what a Dataset has its DataLoader yields: not Samples here
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -453,8 +454,8 @@ def build_loader(
         ),
         num_workers=workers,
         collate_fn=collate,
-        # A forked worker would inherit this process's open devices, and locks whose threads do not
-        # exist in it. A worker from the fork server inherits only what the server has imported.
+        # A forked worker would inherit this process's open devices, and locks held by threads that
+        # do not exist in the worker. One from the fork server inherits only what that has imported.
         multiprocessing_context="forkserver" if workers else None,
         # without it each new iterator would draw from, and so change, PyTorch's global generator
         generator=torch.Generator(),
@@ -484,7 +485,7 @@ class NeedsPackingError(ValueError):
     """Training cannot read the file as it is, but `prepare.py pack` may be able to convert it."""
 
 
-# Pillow's modes of 8-bit pictures: each becomes RGB, with alpha blended with black
+# Pillow's modes of 8-bit pictures: each becomes RGB, with alpha composited onto black
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 UNSIGNED = 1  # a value of TIFF's tag SampleFormat
 BAND_BY_BAND = 2  # a value of TIFF's tag PlanarConfiguration
@@ -501,11 +502,11 @@ NODATA_ADVICE = "if this value marks missing pixels, declare it: `prepare.py pac
 
 
 def is_file_error(error: Exception) -> bool:
-    """Tell whether an error is the file's fault: it cannot be found, read or decoded.
+    """Tell whether an error is the file's fault: it is missing, forbidden, or cannot be decoded.
 
-    An error of the operating system that says otherwise, or a lack of memory, comes from this node:
-    other ranks might not see it. All other errors count as the file's, because decoders raise many
-    types.
+    Other errors of the operating system (such as EIO), a lack of memory and a missing module come
+    from this node: other ranks might not see them. Everything else counts as the file's fault,
+    because decoders raise many types.
     """
     # When the host runs out of memory, PyTorch raises a RuntimeError that names its allocator.
     if isinstance(error, (MemoryError, ImportError)) or "DefaultCPUAllocator" in str(error):
@@ -653,7 +654,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
 
 
 def check_pixels(channels: Iterable[np.ndarray]) -> None:
-    """Raise ValueError for infinite pixels, for nodata values other than NaN, and if all are NaN.
+    """Raise ValueError if a pixel is infinite or above LARGEST_MEASUREMENT, or if all are NaN.
 
     Each of the `channels` is (H, W).
     """
@@ -662,7 +663,7 @@ def check_pixels(channels: Iterable[np.ndarray]) -> None:
         largest = np.fmax.reduce(np.abs(channel), axis=None)  # NaN only if all are NaN
         if np.isinf(largest):
             raise ValueError("some pixels are infinite")
-        if largest > NO_MEASUREMENT:
+        if largest > LARGEST_MEASUREMENT:
             pixel = channel[np.abs(channel) == largest][0]  # with its sign
             raise ValueError(f"pixels with the value {pixel:.8g}: {NODATA_ADVICE}")
         if not np.isnan(largest):
@@ -855,7 +856,7 @@ def describe_jpeg2000(image: Any) -> str | None:
 
 
 def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
-    """Return the number of components of a JPEG 2000 file, and their common bits and signedness.
+    """Return a JPEG 2000's number of components, and the bit depth and signedness they share.
 
     They are in the marker segment "image and tile size" (ITU-T T.800, A.5.1), which directly
     follows the start-of-codestream marker. Counting from that marker, bytes 40 and 41 hold the
@@ -877,9 +878,10 @@ def jpeg2000_kind(content: bytes) -> tuple[int, int, bool]:
 def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
     """Decode to RGB. A JPEG is decoded at 1/`reduce` of its size; `reduce` is 1, 2, 4 or 8.
 
-    Scales 16-bit grey to 8 bits and blends transparent pixels with black. Raises whatever Pillow
-    raises for a broken image; ValueError for 32-bit pixels and a JPEG 2000 that Pillow cannot read;
-    NeedsPackingError if a TIFF or JPEG 2000 labels a data band, such as infrared, as transparency.
+    Scales 16-bit grey to 8 bits and composites transparent pixels onto black. Raises whatever
+    Pillow raises for a broken image; ValueError for 32-bit pixels and a JPEG 2000 that Pillow
+    cannot read; NeedsPackingError if a TIFF or JPEG 2000 labels a data band, such as infrared, as
+    transparency.
     """
     if reduce > 1:
         image.draft(None, (image.width // reduce, image.height // reduce))
@@ -909,7 +911,8 @@ def decode(image: Image.Image, reduce: int = 1) -> Image.Image:
 def check_alpha(image: Image.Image) -> None:
     """Raise NeedsPackingError if alpha is probably data.
 
-    That is so if it has values other than 0 and 255, or hides every pixel, although colours vary.
+    That is so if it has values other than 0 and 255, or if no pixel is opaque although the colours
+    vary.
     """
     bands = image.convert("RGBA")
     counts = bands.getchannel("A").histogram()

@@ -96,7 +96,9 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     # Then srun, even if a job script has exported some of torchrun's names, such as WORLD_SIZE.
     if _started_by_srun(environ):
         ranks = _slurm_ranks(environ)
-        _check_other_counts(environ, ("WORLD_SIZE", *OTHER_LAUNCHERS), ranks.world_size)
+        _check_other_counts(environ, OTHER_LAUNCHERS, ranks.world_size)
+        if environ.keys() & {"RANK", "LOCAL_RANK"}:  # perhaps of a launcher in a task of srun
+            _check_other_counts(environ, ("WORLD_SIZE",), ranks.world_size)
         return ranks
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return _torchrun_ranks(environ)  # it raises, and names a variable that is missing
@@ -112,7 +114,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
 
 
 def _check_other_counts(environ: Mapping[str, str], names: Sequence[str], count: int) -> None:
-    """Raise RuntimeError if another launcher has started another number of processes."""
+    """Raise RuntimeError if another launcher's variable gives a different number of processes."""
     for name in names:
         if environ.get(name, "") not in ("", str(count)):
             raise RuntimeError(
@@ -175,8 +177,8 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
             "`--distribution=block`, and do not set another order of nodes or tasks"
         )
     if world_size == 1:
-        # It needs no port. The default below would be the same for several single processes that
-        # one srun starts.
+        # It needs no port. The default below depends only on the step: if its one task is a script
+        # that starts several runs at once, all of them would take the same port.
         return Ranks(launcher="srun")
     defaults: dict[str, str] = {}
     if len(counts) == 1:
@@ -221,8 +223,8 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
-    # A rank sees only its own GPU, as number 0 (`--gpus-per-task=1`), or all GPUs of its node. If
-    # several ranks see the one GPU of their node, all take it, and NCCL refuses that.
+    # One visible GPU is a rank's own (`--gpus-per-task=1`), or the only one of a node with several
+    # ranks: then all take it, and NCCL refuses that. Of several, there must be one for each rank.
     if 1 < count < ranks.local_world_size:
         raise ValueError(
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: "

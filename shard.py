@@ -6,9 +6,9 @@ The engines are DDP (plain, or with ZeRO-1's sharded optimizer), and FSDP in two
 examples/own_model.py is a whole training loop that uses it.
 Copy this one file: it needs only torch.
 
-Three collective operations appear throughout. An all-reduce averages gradients over the ranks. An
-all-gather gives each rank the shards of all ranks. A reduce-scatter averages gradients, and gives
-each rank its shard of the result.
+Three collective operations carry most of the traffic. An all-reduce of gradients averages them over
+the ranks. An all-gather gives each rank the shards of all ranks. A reduce-scatter averages
+gradients, and gives each rank its shard of the result.
 
 A unit is what FSDP gathers and frees together: a block, or the root, which is everything outside
 the blocks (the whole model with wrap="root"). "Full" values and shapes are those of an unsharded
@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakMethod, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -220,14 +220,14 @@ def apply(
     split_block: Callable[[Any, DeviceMesh], None] | None = None,
     options: ShardingOptions = ShardingOptions(),
 ) -> nn.Module:
-    """Shard a model over the mesh; the shards of all ranks are those of one model. Collective.
+    """Shard a model over the mesh. Collective.
 
     - `mesh`: dimensions "replicate" and "shard", with the sizes that `mesh_shape` returns; FSDP2
       allows a third, "tp".
     - `block_classes`: every outermost module of one of these classes is a block; set(): no blocks.
     - `init_fn`: for a model on meta; returns the full initial value, the same on every rank.
     - `uninitialized`: a model on meta gets no values here, because a checkpoint is loaded next;
-      `init_fn` is then used only for buffers that are in no checkpoint.
+      `init_fn` is then used only for what the model's state_dict() lacks, such as some buffers.
     - `split_block(block, mesh)`: splits a block over "tp", in place.
 
     A model that is not on meta gets rank 0's values. The wrappers, from the inside out:
@@ -252,7 +252,7 @@ def apply(
     _check_units(model, block_units)
     original = _parameters_by_name(model)
     values = _InitialValues(model, _device(mesh), init_fn, uninitialized)
-    if dist.get_backend() != "fake":  # in a simulation tensors have no values
+    if dist.get_backend() != "fake":  # PyTorch's backend of simulations: tensors have no values
         values.broadcast_from_rank0(must_agree=f"{mode} {list(blocks)} {options}")
 
     def fill_and_split(module: nn.Module) -> None:
@@ -310,7 +310,7 @@ def _checkpoint_and_compile(
         for block in blocks.values():
             wrapper = checkpoint_wrapper(block, **settings)
             _replace(model, {block: wrapper})
-            # a recomputed forward pass would change these a second time
+            # raise an error if forward() changes these: recomputing it would change them again
             _refuse_changes_in_forward(wrapper, wrapper.named_buffers, CHANGED_BUFFER)
             list_state = partial(_numbers_and_random_states, block)
             _refuse_changes_in_forward(wrapper, list_state, CHANGED_STATE, fingerprint=hash)
@@ -465,8 +465,8 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     clear = torch.compiler.disable(_clear_autocast_cache)
     unit.register_forward_pre_hook(clear, prepend=True)
     if not is_root:
-        # When the model is called, `_LoopChecks.before_call` checks all parameters; but the model
-        # may then call a block with stand-ins.
+        # `_LoopChecks.before_call` checks all parameters when the model is called, but the model
+        # may then call a block by functional_call, with other tensors in place of its parameters.
         refuse = torch.compiler.disable(_refuse_stand_ins)
         unit.register_forward_pre_hook(refuse, prepend=True)
     _refuse_changes_in_forward(unit, unit.named_parameters, CHANGED_PARAMETER)
@@ -475,24 +475,30 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
+# FSDP2 unit -> its passes that have begun but not ended. An optimizer step clears it: it is in no
+# pass, and a pass that an exception has ended may still be counted.
+PASSES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
 def _count_passes(unit: Any) -> None:
-    """Count the passes of an FSDP2 unit that have begun but not ended, in `state.passes`.
+    """Count the passes of an FSDP2 unit that have begun but not ended, in PASSES.
 
     A pass is a call of forward(), or of a method given to `register_fsdp_forward_method`; one may
-    call another. FSDP2 does not run the unit's hooks around such a method. It calls two functions
-    of its state, which are replaced here, so that `_reshard_without_backward` runs after it too.
+    call another. FSDP2 runs no hooks around such a method. It calls `state._pre_forward` and
+    `state._post_forward`, which are replaced here; around forward() the original two are hooks.
     """
-    state = unit._get_fsdp_state()
-    state.passes = 0
 
     def begin(module: Any, args: Any) -> None:
-        state.passes += 1
+        if not _in_backward():  # a recomputation may end early, by an exception
+            PASSES[module] = PASSES.get(module, 0) + 1
 
     def end(module: Any, args: Any, output: Any) -> None:
-        state.passes = max(0, state.passes - 1)  # a hook before `begin` may have raised
+        if not _in_backward():  # 0 if a hook before `begin` has raised, or after a step
+            PASSES[module] = max(0, PASSES.get(module, 0) - 1)
 
     unit.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
     unit.register_forward_hook(torch.compiler.disable(end), always_call=True)
+    state = unit._get_fsdp_state()
     pre_forward = state._pre_forward
     post_forward = state._post_forward
 
@@ -627,7 +633,7 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled() and _may_need_backward(output):
         return output
     fsdp2 = isinstance(module, FSDPModule)
-    if fsdp2 and module._get_fsdp_state().passes > 0:  # this pass is part of one that goes on
+    if fsdp2 and PASSES.get(module, 0) > 0:  # this pass is part of one that goes on
         return output
     if fsdp2:
         gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
@@ -669,11 +675,11 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP also all-reduces
-    over replicas after every micro-batch, which is always right. If `uses_all=True`, both FSDP2 and
-    FSDP1 in mode no_shard do this only after the last one, as DDP always does. You thereby promise
-    that every micro-batch gives every trained parameter a gradient, on every rank. If you break the
-    promise, and a unit gets no gradient in the last micro-batch, FSDP2 never all-reduces the unit's
-    earlier gradients.
+    over replicas after every micro-batch, which is always right. With `uses_all=True` it does this
+    only after the last one, as DDP always does: FSDP2 in every mode, FSDP1 in mode no_shard. You
+    thereby promise that every micro-batch gives every trained parameter a gradient, on every rank.
+    If you break the promise, and a unit gets no gradient in the last micro-batch, FSDP2 never
+    all-reduces the unit's earlier gradients.
     """
     defer = uses_all and not last
     with ExitStack() as stack:
@@ -710,8 +716,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float = float("inf")) -> Tensor:
     """Compute the norm of all gradients together, and clip them to a norm of at most `max_norm`.
 
     Returns the norm before clipping, a scalar in fp32, the same on every rank. Collective if
-    gradients are sharded. ValueError if FSDP1 sharded the model, and `model` is a module around or
-    inside it; RuntimeError if the gradients are not averaged over ranks yet.
+    gradients are sharded. ValueError under FSDP1 if `model` is not what `apply` returned, but a
+    module around or inside it; RuntimeError if the gradients are not averaged over ranks yet.
     """
     checks = _checks_in(model)
     if not all(each.all_averaged() for each in checks):
@@ -800,8 +806,8 @@ def build_optimizer(
     schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
 
     Under FSDP1 and zero1, an optimizer of your own must be elementwise, like AdamW: FSDP1 gives it
-    parts of tensors, and zero1 gives it whole tensors, but not all of them. In other modes it need
-    not be elementwise.
+    parts of tensors, and zero1 gives it whole tensors, but not all of them. Under FSDP2 it must
+    work on DTensors, without .item() on a sum.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -974,7 +980,7 @@ def _check_memory(model: nn.Module) -> None:
             ranges.append(_MemoryRange(first, end, name))
     last = _MemoryRange(0, 0, "")  # the range so far that ends last
     for each in sorted(ranges):
-        # two buffers may share memory: sharding does not divide them
+        # two buffers may share memory: buffers are not sharded
         both_buffers = each.name in buffers and last.name in buffers
         if each.first < last.end and not both_buffers:
             raise ValueError(
@@ -1060,7 +1066,14 @@ class _InitialValues:
     ) -> None:
         named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
         self.name_of = {tensor: name for name, tensor in named}  # before anything is wrapped
-        self.in_checkpoint = set(model.state_dict())  # the names that a checkpoint will have
+        self.in_checkpoint: set[Tensor] = set()  # what has a value in a checkpoint, by any name
+        if uninitialized:
+            names = set(model.state_dict())
+            parameters = model.named_parameters(remove_duplicate=False)
+            buffers = model.named_buffers(remove_duplicate=False)
+            for name, tensor in [*parameters, *buffers]:
+                if name in names:
+                    self.in_checkpoint.add(tensor)
         self.device = device
         self.init_fn = init_fn
         self.uninitialized = uninitialized
@@ -1101,7 +1114,7 @@ class _InitialValues:
                     new = torch.empty_like(tensor, device=self.device)
                     # a checkpoint that is loaded next lacks non-persistent buffers, and what the
                     # model's state_dict() leaves out, such as frozen parts
-                    if not self.uninitialized or self.name_of[tensor] not in self.in_checkpoint:
+                    if not self.uninitialized or tensor not in self.in_checkpoint:
                         new.copy_(self.value(tensor))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, tensor.requires_grad)
@@ -1113,7 +1126,7 @@ class _InitialValues:
         name = self.name_of[tensor]
         if self.init_fn is None:
             raise ValueError(
-                f"{name} is in no checkpoint: give `init_fn` too, or build this buffer on the CPU"
+                f"{name} is in no checkpoint: give `init_fn` too, or build it on the CPU"
             )
         return self.init_fn(name, tensor.shape, device=self.device)
 
@@ -1144,8 +1157,9 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    replicas must be equal. If an optimizer's parameters are in no sharded model, their gradients
 #    must be the same on all ranks (first three steps).
 # Values are compared only rarely, because reading them makes the CPU wait for the GPU.
-# In a simulation of FSDP (backend "fake") tensors have no values: there is no _LoopChecks, and only
-# the first half of check 2, and of check 4 the first sentence, are left.
+# In a simulation of FSDP (backend "fake") tensors have no values: there is no _LoopChecks. Two
+# checks are left: that a forward pass does not change the module's tensors, and that the optimizer
+# has the parameters of the sharded model.
 #
 # Attributes that the checks set on PyTorch objects:
 #   loop_checks           on a sharded model: its _LoopChecks
@@ -1154,11 +1168,11 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
 #                         on an optimizer of parameters that are in no sharded model
-#   passed_trial          on an optimizer that changed small sharded tensors like whole ones
+#   passed_trial          on an optimizer that `_check_whole_tensors` has let pass
 #   elementwise           set by a user on an optimizer that does not need whole tensors
 #   per_rank              set by a user on an optimizer whose parameters may differ between ranks,
 #                         or that only one rank has
-#   zero_grad, __deepcopy__
+#   zero_grad, reset_iter_state, __deepcopy__
 #                         on a model of FSDP, in place of PyTorch's own
 
 FIRST_STEPS = 3  # values are compared in this many steps, or passes, ...
@@ -1252,6 +1266,7 @@ class _LoopChecks:
         # For FSDP1 with cpu_offload:
         self.optimized: set[nn.Parameter] = set()  # of every optimizer that has taken a step
         self.applied: set[nn.Parameter] = set()  # whose last averaged gradient has been applied
+
         self.usage_checksum = 0  # tells which parameters had a gradient after each micro-batch
         self.steps = 0
         self.wrappers: list[tuple[Any, set[str]]] = []  # with the names of their own attributes
@@ -1274,6 +1289,8 @@ class _LoopChecks:
             model.__deepcopy__ = _refuse_copy  # copy.deepcopy looks for it on the object
             model.register_forward_hook(torch.compiler.disable(self.after_call))
             model.zero_grad = self.zero_grad
+        if hasattr(model, "reset_iter_state"):  # FSDP2 in torch 2.14
+            model.reset_iter_state = self.reset_iter_state
         if isinstance(model, DDP):
             self.nodes = {p: get_gradient_edge(p).node for p in self.trained}
         for tensor in _tensors_averaged_in_hooks(model, self.units):
@@ -1292,8 +1309,8 @@ class _LoopChecks:
             raise RuntimeError(
                 "FSDP could not train after a call in inference_mode: use torch.no_grad() instead"
             )
-        # A call in a backward pass recomputes activations; that pass is of course unfinished, and
-        # so is one that calls the model, such as generate().
+        # An outer pass is rightly unfinished in two cases: in a backward pass that recomputes
+        # activations, and in a method, such as generate(), that calls the model.
         if not _in_backward() and not self.in_pass():
             self.check_interrupted()
             if self.offloaded_by_fsdp1:
@@ -1303,7 +1320,8 @@ class _LoopChecks:
         self.note_trains()
         self.check_parameters()
         self.check_attributes()
-        # Without gradients, one rank alone may call a model whose parameters are not divided.
+        # Count calls that all ranks must make, to gather parameters or average gradients. Any other
+        # call may be one rank's own.
         if self.sharded or self.trains:
             _LoopChecks.calls_of_all += 1
         if torch.is_grad_enabled():
@@ -1311,8 +1329,8 @@ class _LoopChecks:
             self.update_usage()
 
     def in_pass(self) -> bool:
-        """Tell whether FSDP2 is in a pass of the model, when `before_call` runs for another."""
-        return self.fsdp2 and self.model._get_fsdp_state().passes > 0
+        """Tell whether an outer pass of an FSDP2 model is unfinished when `before_call` runs."""
+        return self.fsdp2 and PASSES.get(self.model, 0) > 0
 
     def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember what the module holds; until a backward pass, FSDP would lose changes to it."""
@@ -1351,6 +1369,24 @@ class _LoopChecks:
                 held.parameter.grad = None
             elif held.parameter.grad is not None:
                 held.parameter.grad.detach().zero_()
+
+    def reset_iter_state(self) -> None:
+        """Reset FSDP2 after an exception, as its own method does, and clear all gradients.
+
+        FSDP2's own method leaves the gradients that it has not averaged yet, and the next backward
+        pass would add to them.
+        """
+        type(self.model).reset_iter_state(self.model)
+        PASSES.clear()
+        for unit in self.units:
+            for group in _fsdp2_param_groups(unit):
+                for p in group.fsdp_params:
+                    p.unsharded_accumulated_grad = None
+                    gathered = getattr(p, "_unsharded_param", None)
+                    if gathered is not None:
+                        gathered.grad = None
+        self.zero_grad()
+        self.after_forward = {}
 
     def after_gradient(self, tensor: Tensor) -> None:
         """Raise RuntimeError if there has been no call since this tensor's previous gradient.
@@ -1398,7 +1434,7 @@ class _LoopChecks:
             raise RuntimeError(
                 "an exception has ended a forward or backward pass, after which FSDP would go on "
                 "in a wrong state: load a checkpoint in a new process; or, with FSDP2 in torch "
-                "2.14, call model.reset_iter_state() after it, and repeat the whole step"
+                "2.14, call model.reset_iter_state() on all ranks, and repeat the whole step"
             )
 
     def before_step(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -1409,8 +1445,9 @@ class _LoopChecks:
         if _in_backward():  # a hook takes the step
             if not self.fsdp:
                 raise RuntimeError("DDP has not averaged this gradient: step only after backward()")
-            # the checks below end with reshard(), but other units still need what they gathered
+            # the code below calls reshard(), but other units still need what they gathered
             return
+        PASSES.clear()
         self.check_interrupted()
         self.check_backward()
         self.note_trains()
@@ -2027,8 +2064,8 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     """Find out by trial whether an optimizer changes parts of tensors just as it would whole ones.
 
     The trial imitates two ranks, with a matrix and a tensor of four elements. Each rank gets a part
-    of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. It is made with a small
-    and a large matrix, because some optimizers treat matrices of less than 128 rows like vectors.
+    of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. It is run with a small
+    and a large matrix, because some optimizers treat matrices of fewer than 128 rows like vectors.
     """
     # the small one first, because some would take minutes to refuse the large one
     for rows, columns in ((3, 4), (130, 132)):
@@ -2040,7 +2077,7 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
 def _steps_equally_on_parts_of(
     optimizer: torch.optim.Optimizer, flattened: bool, rows: int, columns: int
 ) -> bool:
-    """Make the trial of `_steps_equally_on_parts` with a matrix of this size."""
+    """Run the trial of `_steps_equally_on_parts` with a matrix of this size."""
     size = rows * columns
     cut = size // 2 - 1  # inside a row
     matrix = torch.arange(size).view(rows, columns)  # indices of the elements
@@ -2082,8 +2119,8 @@ def _steps_equally_on_dtensors(optimizer: torch.optim.Optimizer) -> bool:
             in_shards = change(shard_tensor=shard_tensor)
         except Exception:
             return True
-        # Muon computes in bf16, where the order of summation alone changes the result by 2 % on
-        # four ranks. An optimizer that takes the norm of one rank's part differs by 27 % and more.
+        # Muon computes in bf16, where the order of summation alone changes the result by 2% on four
+        # ranks. An optimizer that takes the norm of one rank's part differs by 27% or more.
         tolerance = 0.1 * whole.abs().max().item()
         if not torch.allclose(in_shards, whole, rtol=0, atol=tolerance):
             return False
@@ -2110,7 +2147,7 @@ def _change_in_trial(
         angles = [shard_tensor(angle) for angle in angles]
     parameters = [nn.Parameter(angle.cos()) for angle in angles]
     settings = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-    if "initial_lr" in settings:  # a schedule's peak; its first rate may be 0
+    if "initial_lr" in settings:  # a schedule's base rate; its first rate may be 0
         settings["lr"] = settings["initial_lr"]
     if "lr" in settings and settings["lr"] == 0:
         settings["lr"] = 0.01
@@ -2167,7 +2204,8 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _watch_optimizers(sharded: nn.Module, original: Iterable[nn.Parameter]) -> None:
     """Have every optimizer checked before each step; `original`: the parameters before sharding."""
-    replaced = set(original) - set(sharded.parameters())  # DDP replaces none
+    # FSDP replaces parameters, and so does `fill`, of a model on meta; DDP does not
+    replaced = set(original) - set(sharded.parameters())
     # a simulation has no checks, and neither do ddp and zero1 on one rank
     checks: Any = getattr(sharded, "loop_checks", None)
     for p in replaced:
@@ -2182,7 +2220,7 @@ def _register_step_check() -> None:
     register_optimizer_step_pre_hook(torch.compiler.disable(_check_optimizer))
 
 
-# --- Facts that torch (2.10 to 2.14) exposes only through private names, mostly about FSDP1
+# --- Facts that torch (2.10 to 2.14) exposes only through private names
 
 
 def _fsdp1_awaits_backward(unit: Any) -> bool:

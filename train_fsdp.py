@@ -15,7 +15,7 @@ if __name__ == "__main__":
     # and ends.
     from runtime import process
 
-    process.ignore_output_errors()
+    process.ignore_output_errors()  # a closed terminal or a full disk must not end the run
     SIGNALS = process.listen_for_signals()
 
 import gc
@@ -91,9 +91,9 @@ def forward_backward(training: Training, micro_batches: Sequence[tuple[Tensor, T
     mean_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         is_last = i == count - 1
-        # DDP all-reduces gradients once, after the last micro-batch; FSDP reduce-scatters them
-        # after each one. FSDP2 all-reduces over replicas after the last one only, which is right
-        # because every micro-batch uses all parameters of a ViT-MAE.
+        # DDP all-reduces gradients once, after the last micro-batch. FSDP reduce-scatters sharded
+        # ones after each; with uses_all, FSDP2 all-reduces over replicas after the last one only,
+        # which is right because every micro-batch uses all parameters of a ViT-MAE.
         with shard.accumulation(model, last=is_last, uses_all=True):
             with shard.autocast(model, device, training.dtype):
                 loss = training.compute_loss(model, micro_batch)
@@ -113,7 +113,7 @@ def train_step(
     lr: float,
     requests: StepRequests = NO_REQUESTS,
 ) -> None:
-    """Take one optimizer step, unless some rank has a bad value or no new batch. Collective.
+    """Take one optimizer step, unless some rank has a bad value or its loader failed. Collective.
 
     With one all-reduce, `guard` has all ranks agree on whether to apply the step. The same
     all-reduce tells them this rank's `requests`, for example to stop or to save. With AdamW nothing
@@ -149,8 +149,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
 
     A parameter has only a shape until its block is sharded. Then shard.apply allocates it, fills it
     with its full value from `init_fn`, keeps this rank's shard, and frees the rest. So where FSDP
-    shards the parameters of blocks (--wrap block), no rank ever holds the full model. AdamW has
-    states for this rank's shard.
+    shards the parameters of blocks (--wrap block), no rank holds the full model while it is built.
+    AdamW has states for this rank's shard only.
 
     If `resuming`, values stay unset until a checkpoint is loaded.
     """
@@ -180,7 +180,8 @@ def build_training(run: Run, grid: DeviceMesh, resuming: bool = False) -> Traini
     )
     if config.tp > 1:
         # After sharding: give all ranks of a tp group the inputs of its first rank, in case one of
-        # them could not read an image, and save qkv's optimizer states in the usual order of rows.
+        # them could not read an image, and have state dicts hold qkv's optimizer states in the
+        # order of the rows of an unsplit model.
         tensor_parallel.finish_split(model, optimizer, grid)
     scaler = shard.build_scaler(model, torch.device(grid.device_type), run.dtype)
     stats = run.pixel_stats
@@ -229,9 +230,8 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
             monitor.log_step(result, learning_rate(result.step, run))
         if guard.end_reason:
             return guard.end_reason, monitor.problem
-        # save: on schedule, when some rank's clock says so, or before the run ends. The results of
-        # all `done` steps have been read by then: finished_steps waits for them if a save is
-        # scheduled, and also if a result that it reads asks for a save or for the run's end.
+        # save: on schedule, when some rank's clock says so, or before the run ends. In all these
+        # cases finished_steps has waited for the results of all `done` steps.
         too_many_bad = monitor.bad_images.problem is not None
         ending = last or guard.stop or too_many_bad
         save_now = save_scheduled or guard.save or ending
@@ -266,7 +266,7 @@ def read_images(run: Run, monitor: Monitor) -> tuple[str, str | None]:
     """
     guard = monitor.guard
     zero = torch.zeros((), device=monitor.session.device)
-    # the first collective is slow; with a guard of its own it counts as no step
+    # the first collective is slow; with a guard of its own it is not counted as a step
     StepGuard(monitor.session.device).check_step(zero, zero)
     monitor.skip_batches(steps_ahead(run.config, monitor.session.ranks))
     for step in range(run.steps):
@@ -307,12 +307,12 @@ def run_training(run: Run, session: Session) -> None:
         training = build_training(run, grid, resuming=bool(existing))
     if training and config.run_mode == "real":
         checkpoints = resume(existing, run, session, training)
-        evaluation_of = partial(open_evaluation, run, session, training.model)
-        # True if no step is left; it makes up for a last evaluation that is missing
-        if checkpoints.finished(evaluation_of):
+        make_evaluation = partial(open_evaluation, run, session, training.model)
+        # True if no step is left; a run that was killed before its last evaluation makes it now
+        if checkpoints.finished(make_evaluation):
             return
     else:
-        # syn and io neither resume, save nor evaluate; syn repeats its first batch (open_batches)
+        # syn and io do not resume, save or evaluate; syn repeats its first batch (open_batches)
         checkpoints = CheckpointSchedule(run, log)
     session.heartbeat("reading the first batch")
     # the step number alone tells a resumed run where it is in the data (see data.step_positions)
@@ -348,6 +348,6 @@ def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
-    # multiprocessing finds the main script by `__file__`, and imports it in each loader worker
+    # Without it multiprocessing cannot find this script, and import it again in each loader worker.
     del __file__
     raise SystemExit(main(signals=SIGNALS))

@@ -360,10 +360,10 @@ def find_missing(band: Band) -> np.ndarray:
     stored, nodata, mask, _ = band
     missing = np.zeros(stored.shape, bool)
     if nodata is not None and can_store(stored.dtype, nodata):
-        if abs(nodata) < data.NO_MEASUREMENT:
+        if abs(nodata) < data.LARGEST_MEASUREMENT:
             missing |= stored == nodata
         else:  # often the lowest number of a type, and then rounded in the tag
-            limit = np.float64(math.copysign(data.NO_MEASUREMENT, nodata))
+            limit = np.float64(math.copysign(data.LARGEST_MEASUREMENT, nodata))
             missing |= (stored <= limit) if nodata < 0 else (stored >= limit)
     if mask is not None:
         missing |= ~mask

@@ -1196,33 +1196,53 @@ def follow_by_a_method() -> None:
             assert max(p.abs().max().item() for p in clamped) < 0.1001
 
 
-class MayFail(OneHead):
-    """Raises an exception after the root has computed, as for a bad batch."""
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
 
-    fails = False
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError
+
+
+class MayFail(OneHead):
+    """Raises an exception in the middle of a pass, as for a bad batch."""
+
+    fails = ""
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         hidden = self.embed(x)
-        if self.fails:
+        if self.fails == "forward":
             raise ValueError
+        if self.fails == "backward":
+            hidden = FailsInBackward.apply(hidden)
         return self.heads[0](self.blocks(hidden))
 
+    def score(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
 
-def after_a_failed_forward(mode: str, fsdp: int, resets: bool = False) -> nn.Module:
+
+def after_a_failure(
+    mode: str, fsdp: int, where: str = "forward", method: bool = False, resets: bool = False
+) -> nn.Module:
     """The second micro-batch of the second step fails, on all ranks."""
     model = sharded(mode, build(MayFail), fsdp=fsdp)
+    if method:
+        shard.fsdp.register_fsdp_forward_method(model, "score")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     inner: Any = model if fsdp == 2 else model.module
     for step in range(4):
         model(batch(dist.get_rank(), step)).square().mean().backward()
         if step == 1:
-            inner.fails = True
+            inner.fails = where
+            x = batch(dist.get_rank(), 50 + step)
             with suppress(ValueError):
-                model(batch(dist.get_rank(), 50 + step))
-            inner.fails = False
+                loss = model.score(x) if method else model(x).square().mean()
+                loss.backward()
+            inner.fails = ""
             if resets:
                 model.reset_iter_state()
-                optimizer.zero_grad()
                 model(batch(dist.get_rank(), step)).square().mean().backward()
         update(optimizer)
     return model
@@ -1239,8 +1259,9 @@ def go_on_after_an_exception() -> None:
             whole(batch(dist.get_rank(), step)).square().mean().backward()
             update(optimizer)
         expected = full_parameters(whole)
-        found = full_parameters(after_a_failed_forward(mode, 2, resets=True))
-        assert all(map(torch.equal, found.values(), expected.values())), mode
+        for where, method in (("forward", False), ("backward", False), ("forward", True)):
+            found = full_parameters(after_a_failure(mode, 2, where, method, resets=True))
+            assert all(map(torch.equal, found.values(), expected.values())), (mode, where, method)
 
 
 class CallsItself(Net):
@@ -1510,13 +1531,10 @@ REFUSED_ON_RANKS = {
     partial(list_of_the_caller, 2): "wrote into a list that it was given",
     partial(after_a_failed_backward, 1): "an exception has ended a forward or backward pass",
     partial(after_a_failed_backward, 2): "an exception has ended a forward or backward pass",
-    partial(
-        after_a_failed_forward, "full_shard", 1
-    ): "an exception has ended a forward or backward",
-    partial(
-        after_a_failed_forward, "full_shard", 2
-    ): "an exception has ended a forward or backward",
-    partial(after_a_failed_forward, "no_shard", 2): "an exception has ended a forward or",
+    partial(after_a_failure, "full_shard", 1): "an exception has ended a forward or",
+    partial(after_a_failure, "full_shard", 2): "an exception has ended a forward or",
+    partial(after_a_failure, "no_shard", 2): "an exception has ended a forward or",
+    partial(after_a_failure, "full_shard", 2, method=True): "an exception has ended a forward or",
     zero_on_fsdp: "FSDP shards the optimizer's states itself",
     head_unused_in_the_fifth_step: "got no gradient from the last backward pass",
     partial(changed_twice_by_recomputing, Counts): "calls was changed in forward",

@@ -60,6 +60,7 @@ ALONE = {  # a single task
         (ONE_NODE | TORCHRUN, (6, 8, 2, 4, "torchrun")),
         # a job script that exports what torch.distributed needs, before srun or in each task
         (SRUN | {"WORLD_SIZE": "20"}, (17, 20, 1, 4, "srun")),
+        (ONE_NODE | ALONE | {"WORLD_SIZE": "4"}, (0, 1, 0, 1, "srun")),  # `srun -n1` in that script
         (SRUN | {"RANK": "17", "WORLD_SIZE": "20", "LOCAL_RANK": "1"}, (17, 20, 1, 4, "srun")),
         # mpiexec, with torchrun's variables exported in each process
         (TORCHRUN | {"PMI_SIZE": "8", "PMI_RANK": "6"}, (6, 8, 2, 4, "torchrun")),
