@@ -40,8 +40,12 @@ def one_attempt(agent_port: int) -> tuple[float, str]:
         watch.store.set("watchdog/behind", "[1]")
     watch.ended.set()
     dist.barrier()
+    # Neither rank may lose its connection to the other one within the barrier.
     if ranks.rank == 0:
-        time.sleep(1)  # the other rank must not lose its connection within the barrier
+        watch.store.set("test/out of the barrier", "yes")
+        time.sleep(1)  # the store is this rank's
+    else:
+        watch.store.get("test/out of the barrier")
     return total.item(), os.environ["MASTER_PORT"]
 
 
