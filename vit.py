@@ -358,11 +358,10 @@ class ViTMAE(nn.Module):
         """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
         index = keep_ids.unsqueeze(-1)  # (B, K, 1)
-        # the index is broadcast over the values of a patch, and `pos` over the batch
-        visible = patches.take_along_dim(index, dim=1)  # (B, K, P*P*C)
-        visible_pos = pos[:, 1:].take_along_dim(index, dim=1)  # (B, K, D)
-        x = self.patch_embed(visible)  # (B, K, D)
-        x = x + visible_pos.to(x.dtype)
+        # The index is broadcast over the values of a patch, and `pos` over the batch. What is taken
+        # gets no name, which would keep it in memory until the end of this function.
+        x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
+        x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
         x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)  # (B, 1+K, D)
         for block in self.blocks:
