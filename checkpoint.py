@@ -145,9 +145,10 @@ class Saver:
         self.sent_entries: tuple[list[WriteItem], list[WriteResult]] | None = None
         self.index = b""
         self.thread = ThreadPoolExecutor(1) if background else None
-        # With a GPU all saves reuse one copy in pinned memory: slow to allocate, fast to fill.
-        self.stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        self.staged: dict[str, Any] = {}  # shape and dtype of what that copy has
+        # Made by the first `_stage`. With a GPU it reuses one copy in pinned memory for all saves:
+        # slow to allocate, fast to fill.
+        self.stager: BlockingAsyncStager
+        self.staged: dict[str, Any] | None = None  # shape and dtype of what that copy has
         self.pending: tuple[int, Future[str | None]] | None = None  # its step, and why it failed
 
     def save(self, step: int, run_state: dict[str, Any], wait: bool = True) -> list[str]:

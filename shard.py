@@ -475,8 +475,8 @@ def _add_fsdp2_hooks(unit: Any, is_root: bool) -> None:
     unit.register_forward_hook(torch.compiler.disable(_reshard_without_backward))
 
 
-# FSDP2 unit -> its passes that have begun but not ended. An optimizer step clears it: it is in no
-# pass, and a pass that an exception has ended may still be counted.
+# FSDP2 unit -> its passes that have begun but not ended. An optimizer step clears the counts: no
+# pass is running then, but one that an exception has ended may still be counted.
 PASSES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 

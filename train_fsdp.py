@@ -348,6 +348,6 @@ def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
 
 
 if __name__ == "__main__":
-    # Without it multiprocessing cannot find this script, and import it again in each loader worker.
+    # multiprocessing would find this script by it, and import it again in each loader worker
     del __file__
     raise SystemExit(main(signals=SIGNALS))
