@@ -79,12 +79,16 @@ def grid() -> list[Case]:
     Three ranks, and the whole model as one unit.
     """
     cases = []
-    for number, case in enumerate(modes(4, [1, 2, 4])):
+    for number, case in enumerate(modes(4, [2])):
         # Each mode with and without checkpointing, and with and without accumulation. Every second
         # mode has both in one run, the others one in each.
         first, second = (1, 2) if number % 2 == 0 else (2, 1)
         cases.append(replace(case, ac="none", accum=first))
         cases.append(replace(case, ac="full", accum=second))
+    # groups of one rank, which shard nothing, and one group of all ranks, with one replica
+    for case in modes(4, [1, 4]):
+        if case.group:
+            cases.append(replace(case, ac="full", accum=2))
     cases += [case for case in modes(6, [3]) if case.group]
     cases.append(Case(3, "full_shard", 2, accum=2))
     cases.append(Case(2, "full_shard", 1, ac="full", wrap="root"))

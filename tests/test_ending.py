@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import names, steps
-from conftest import FULL, ROOT
+from conftest import ROOT
 from kill import kill
 from ranks import Result, Run, files_limited, run_ranks
 
@@ -62,7 +62,6 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
     plain, bad = Run(SHARDED, params=False, plain=True), [*SHARDED, "--max-skips", "1"]
     lost = [*SHARDED, "--log-every", "9"]
     every = [*SHARDED, "--keep", "9", "--save-every", "1"]
-    background = [*SHARDED, "--keep", "9", "--save-every", "2", "--async-save"]
     often = [*every, "--async-save"]
     runs = {
         "plain": plain,
@@ -75,17 +74,6 @@ def all_endings(out: Path) -> tuple[Path, dict[str, Result]]:
         "limit": replace(plain, argv=every, full_saves=(1, 3, 4)),
         "behind twice": replace(plain, argv=often, full_saves=(0, 1)),
     }
-    if FULL:
-        runs |= {
-            "plain again": replace(plain, to=str(out / "plain")),
-            "none": replace(plain, argv=[*SHARDED, "--save-every", "none"]),
-            "lost resumed": replace(plain, to=str(out / "lost")),
-            "lost, saved": replace(plain, argv=background, lost_rank=0, lost_step=4),
-            "bad images resumed": replace(plain, argv=[*images, "1"], to=str(out / "bad images")),
-            "full": replace(plain, full_saves=(0,)),
-            "limit resumed": replace(plain, argv=every, to=str(out / "limit")),
-            "behind": replace(plain, argv=background, full_saves=(0,)),
-        }
     runs = {name: replace(run, to=run.to or str(out / name)) for name, run in runs.items()}
     found = run_ranks(2, list(runs.values()), out / "ranks", timeout=400)
     return out, dict(zip(runs, found, strict=True))
@@ -108,18 +96,6 @@ ENDED = {
     # the third save had begun when the second was found to have failed
     "behind twice": (1, "save_failed", (3,), False, "saved {out}/step_00000003; the same command"),
 }
-if FULL:
-    ENDED |= {
-        "none": (0, "done", (), True, "nothing saved"),
-        "lost, saved": (
-            1,
-            "loader_error",
-            (2, 4),
-            False,
-            "saved {out}/step_00000004; the same command",
-        ),
-        "full": (1, "save_failed", (), False, "nothing saved"),
-    }
 
 
 @pytest.mark.slow
@@ -146,10 +122,9 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     out, found = ended
     whole = losses(found["plain"])
     assert len(whole) == len(set(whole)) == 6
-    for name in ("nan", "lost") if FULL else ("nan",):
-        resumed = found[f"{name} resumed"]
-        assert resumed.status == [0, 0] and resumed.start["begin"] == 3
-        assert losses(resumed)[-3:] == whole[3:] and (out / name / "done").exists()
+    resumed = found["nan resumed"]
+    assert resumed.status == [0, 0] and resumed.start["begin"] == 3
+    assert losses(resumed)[-3:] == whole[3:] and (out / "nan" / "done").exists()
     assert f"rank 1: the data loader failed (reading data in step 4): {EIO}" in the_error(
         found["lost"].errors
     )
@@ -159,21 +134,9 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     assert f"{out}/folder/done" in the_error(refused.errors)
 
 
-@pytest.mark.skipif(not FULL, reason="only with TEST_ALL=1")
-def test_a_run_that_has_ended_otherwise_goes_on_too(ended):
-    out, found = ended
-    whole = losses(found["plain"])
-    assert found["plain again"].status == [0, 0] and losses(found["plain again"]) == whole
-    assert "step_00000006 at step 6" in found["plain again"].output
-    resumed = found["bad images resumed"]
-    assert 0 < resumed.start["begin"] < 6 and resumed.status == [0, 0]
-    # one failed save in the background ends no run
-    assert found["behind"].status == [0, 0] and names(out / "behind") == steps(4, 6)
-
-
 @pytest.mark.slow
 def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(ended):
-    """Once: a warning. Twice in a row: all ranks end with 1. The same command then resumes."""
+    """Once: a warning. Twice in a row: all ranks end with 1."""
     out, found = ended
     struck, folder = found["limit"], out / "limit"
     # saves 2, 4 and 5 fail: the first two are warnings, the third ends the run
@@ -183,14 +146,7 @@ def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(ended):
     assert struck.status == [1, 1]
     assert re.search(f"error: step 5 {sentence}", the_error(struck.errors))
     assert all(checkpoint.check(folder / name) for name in names(folder))
-    if not FULL:
-        assert names(folder) == steps(1, 3)
-        return
-    # the older checkpoints load, and the losses are those of a run without failures
-    whole, resumed = losses(found["plain"]), found["limit resumed"]
-    assert resumed.status == [0, 0] and "step_00000003 at step 3" in resumed.output
-    assert losses(resumed) == whole[:5] + whole[3:]
-    assert names(folder) == steps(1, 3, 4, 5, 6)
+    assert names(folder) == steps(1, 3)
 
 
 # --- one process

@@ -68,6 +68,7 @@ def by_rank(tmp_path_factory):
     return on_ranks(2, on_each_rank, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.full
 def test_fsdp1_gathers_when_its_options_say(by_rank):
     """In backward: with its own unit, before the gradients of the unit before it, or after them."""
     events, _ = by_rank[0]
@@ -84,6 +85,7 @@ def test_fsdp1_gathers_when_its_options_say(by_rank):
     assert events["limited"].replace("w", "") == events["none"]
 
 
+@pytest.mark.full
 def test_parameters_on_the_host_train_the_same_on_several_ranks(by_rank):
     for _, losses in by_rank:
         for mode in ("full_shard", "hybrid"):

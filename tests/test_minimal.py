@@ -70,7 +70,7 @@ def test_its_losses_are_those_of_the_trainer_in_every_mode(world, tmp_path):
     assert all(len(losses) == STEPS for losses in found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_needs_four_files_and_is_short(tmp_path):
     assert len((ROOT / "examples" / "minimal.py").read_text().splitlines()) <= 100
     for name in ("examples/minimal", "vit", "data", "mesh", "shard"):

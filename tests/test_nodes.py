@@ -1,8 +1,6 @@
 """Nodes that differ in their number of ranks: what a rank derives from its own node."""
 
 import os
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,6 @@ from runtime.agreement import AgreedError
 from runtime.config import Config
 from runtime.image_source import check_same_pack, list_folder
 from runtime.run import resolve_on_nodes, try_plan
-
-sys.path.insert(0, str(ROOT / "tests" / "slurm"))
-from rig import ENDED, Rig, missing
 
 NODE = (0, 0, 1, 2)  # of each rank: three nodes with 2, 1 and 1 ranks
 LOCAL = (0, 1, 0, 0)
@@ -121,22 +116,3 @@ def test_a_pack_of_a_node_is_the_one_of_rank_0(tmp_path):
         assert prepare.main(["pack", tiles, str(tmp_path / name), "--workers", "1", *more]) == 0
     for said in on_ranks(2, open_a_pack_each, tmp_path):
         assert "differs from the pack on the node of rank 0: copy it again (rank 1)" in said
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(missing()), reason="Slurm is not installed: `make test-slurm` does")
-def test_three_nodes_of_a_real_slurm(tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text(
-        f"#!/bin/bash\nexport MASTER_ADDR=127.0.0.1 MASTER_PORT=29{os.getpid() % 900 + 100}\n"
-        f"cd {ROOT}\nsrun -n4 -m block {sys.executable} train_fsdp.py --model tiny:depth=1 "
-        f"{' '.join(SHORT[2:])} --out {tmp_path}/out\n"
-    )
-    with Rig(nodes=3) as rig:
-        command = ["sbatch", "--parsable", "-N3", "-n4", "-o", f"{tmp_path}/output", str(script)]
-        job = int(rig.run(*command))
-        deadline = time.monotonic() + 180
-        while rig.job(job)["JobState"] not in ENDED and time.monotonic() < deadline:
-            time.sleep(0.2)
-        output = rig.output(job)
-        assert rig.job(job)["ExitCode"] == "2:0" and output.count(SENTENCE) == 1, output

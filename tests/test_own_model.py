@@ -389,16 +389,13 @@ def norms(printed: str) -> dict[int, float]:
     return {int(words[1]): float(words[-1]) for words in lines}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_example_in_an_empty_folder(tmp_path, resumed):
+@pytest.mark.full
+def test_the_example_in_an_empty_folder(tmp_path):
     """By python, and, from the checkpoint of its tenth step on, by torchrun on two ranks."""
     for name in ("shard.py", "mesh.py", "checkpoint.py", "examples/own_model.py"):
         shutil.copy(ROOT / name, tmp_path)
     alone = norms(python("own_model.py", cwd=tmp_path, alone=True))
     assert [*alone] == [*range(1, 21)]
-    if not resumed:
-        return
     shutil.rmtree(tmp_path / "out" / "step_00000020")
     (tmp_path / "out" / "latest").write_text("step_00000010\n")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -118,9 +118,9 @@ def measure_traffic() -> list[collections.Counter]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full)])
-def test_traffic_is_exactly_that_of_a_real_run(world, tmp_path):
+def test_traffic_is_exactly_that_of_a_real_run(tmp_path):
     """Kind, number, group and size of every collective; of DDP's buckets the sum."""
+    world = 4
     by_rank = on_ranks(world, measure_traffic, tmp_path, 900)
     for i, (model, case) in enumerate(TRAFFIC):
         found = plan_of(run_of(model, world, **case, **SMALL))

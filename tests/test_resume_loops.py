@@ -260,13 +260,6 @@ def daily() -> list[Case]:
     return cases
 
 
-def matrix(optimizer: str) -> list[Case]:
-    """An optimizer saved in each mode, and loaded in each; the schedulers in turn."""
-    schedulers = itertools.cycle(SCHEDULERS)
-    pairs = itertools.product(MODES, MODES)
-    return [Case(optimizer, next(schedulers), before, after) for before, after in pairs]
-
-
 def covering() -> list[Case]:
     """Each optimizer saved in each mode, and loaded in each; of all together each pair of modes."""
     schedulers = itertools.cycle(SCHEDULERS)
@@ -346,12 +339,6 @@ def compare_on_ranks(world: int, cases: list[Case], folder: Path) -> None:
 
 def test_ordinary_loops_continue_in_another_mode(tmp_path):
     compare_on_ranks(2, daily(), tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "SGD, momentum in one group"])
-def test_an_optimizer_from_every_mode_to_every_mode(optimizer, tmp_path):
-    compare_on_ranks(2, matrix(optimizer), tmp_path)
 
 
 @pytest.mark.full

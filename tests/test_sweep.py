@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-import slow
 from conftest import ROOT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from ranks import on_ranks, single_environment
+from ranks import single_environment
 
 import plan
 import sweep
@@ -431,29 +430,6 @@ def test_a_point_runs_inside_an_allocation(ranks, tmp_path, monkeypatch):
     found = sweep.run_point(tmp_path, row, sweep.build_parser().parse_args(["io"]))
     assert (found["state"], found["world_size"], found["mode"]) == ("done", ranks, "full_shard")
     assert found["images_per_second"] > 0 and found["load_after"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_the_limit_is_right_where_the_cause_is_known(tmp_path, monkeypatch):
-    """A slow disk, slow links, a slow model, found by real, syn, io and one rank alone."""
-    monkeypatch.setenv("SLOW_RUNS", str(tmp_path))
-    points = [(1, "syn"), (2, "real"), (2, "syn"), (2, "io")]
-    for cause in slow.CAUSES:
-        for world, run in points:
-            (tmp_path / cause / f"{world}-{run}" / "1").mkdir(parents=True)
-    for world in (1, 2):
-        on_ranks(world, slow.slow_runs, tmp_path / f"on {world}")
-    for cause in slow.CAUSES:
-        rows = []
-        for world, run in points:
-            log = results.read_log(tmp_path / cause / f"{world}-{run}" / "1" / "log.jsonl")
-            assert results.classify_end(0, log, "", False)[0] == "done"
-            known = {"studies": ["io"], "state": "done", "nodes": 1, "id": f"{world}-{run}"}
-            rows.append(results.summarize(log) | known)
-        results.add_ideal(rows)
-        found = {some[0]["world_size"]: limit for some, limit in results.find_bottlenecks(rows)}
-        assert found[2].name == cause, (cause, found)
 
 
 # --- Slurm
