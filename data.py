@@ -489,6 +489,7 @@ class NeedsPackingError(ValueError):
 PICTURE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 UNSIGNED = 1  # a value of TIFF's tag SampleFormat
 BAND_BY_BAND = 2  # a value of TIFF's tag PlanarConfiguration
+WHITE_IS_ZERO = 0  # a value of TIFF's tag PhotometricInterpretation
 # Bits of TIFF's tag NewSubfileType: the page is an overview (1) or a mask (4) of another page.
 REDUCED_OR_MASK = 1 | 4
 START_OF_SCAN = b"\xff\xda"  # these two are markers in a JPEG (ITU-T T.81, B.1)
@@ -695,7 +696,7 @@ def fill_nodata(image: np.ndarray, stats: ChannelStats) -> np.ndarray:
 def check_picture(image: Image.Image) -> None:
     """Raise NeedsPackingError if an opened TIFF or JPEG 2000 holds more than 8-bit RGB can.
 
-    ValueError for a TIFF whose colours are wrong. Makes Pillow decode a TIFF without rotating it.
+    Makes Pillow decode a TIFF without rotating it.
     """
     found = None
     # an unpickled image still says "TIFF", but has no tags
@@ -722,10 +723,7 @@ def ignore_orientation(image: Any) -> None:
 
 
 def describe_tiff(image: Any) -> str | None:
-    """Describe an opened TIFF that holds more than a picture; None if it is a picture.
-
-    ValueError if the colours of its palette are not what the standard says.
-    """
+    """Describe an opened TIFF that holds more than a picture; None if it is a picture."""
     tags = image.tag_v2
     samples = tags.get(Tag.SamplesPerPixel, 1)
     bits = max(tags.get(Tag.BitsPerSample, (1,)))
@@ -738,90 +736,48 @@ def describe_tiff(image: Any) -> str | None:
         return f"TIFF with {samples} bands of {bits} bits"
     # Old programs write 8 bits where the standard asks for 16: Pillow would show black.
     if image.mode == "P" and 0 < max(tags[Tag.ColorMap]) < 256:
-        raise ValueError(
-            "TIFF with a palette of 8-bit, not 16-bit, colours: "
-            "convert it (gdal_translate -expand rgb)"
-        )
-    if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands(image, bits):
+        return "TIFF with a palette of 8-bit, not 16-bit, colours"
+    # Of bands stored one after another Pillow decodes some kinds wrongly: with alpha, of less than
+    # 8 bits, or inverted.
+    shows_bands = (
+        bits == 8
+        and image.mode in ("L", "P", "RGB")
+        and tags.get(Tag.FillOrder, 1) == 1
+        and tags.get(Tag.PhotometricInterpretation) != WHITE_IS_ZERO
+    )
+    if tags.get(Tag.PlanarConfiguration, 1) == BAND_BY_BAND and not shows_bands:
         return f"TIFF with {samples} bands of {bits} bits, stored band by band,"
     offsets_and_sizes = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
     # An omitted strip or tile has offset and size 0; Pillow would decode what is at offset 0.
     omits_tiles = any(0 in tags.get(tag, ()) for tag in offsets_and_sizes)
     if omits_tiles:
         return "sparse TIFF (it omits empty tiles)"
-    # sizes of the later pages, except overviews and masks
-    sizes = [size_in_tags(page) for page in other_pages(image) if not is_overview_or_mask(page)]
-    pages_of_same_size = sizes.count(size_in_tags(tags))
-    if pages_of_same_size > 0:
-        return f"TIFF with {1 + pages_of_same_size} pages of the same size"
-    # on a later page, or in a SubIFD of this one
-    has_other_image = bool(sizes) or Tag.SubIFDs in tags
-    if is_overview_or_mask(tags) and has_other_image:
+    if is_stack(image) or not all(is_overview_or_mask(page) for page in other_pages(image)):
+        return "TIFF of several pages"
+    if is_overview_or_mask(tags) and Tag.SubIFDs in tags:
         return "TIFF whose first page is a thumbnail"
-    pages = pages_in_description(image)
-    if pages > 1:
-        return f"TIFF with {pages} pages, of which only the first has a directory,"
     return None
 
 
-def pages_in_description(image: Any) -> int:
-    """Return the number of pages in a TIFF's description, if the file can hold them all; else 1.
+def is_stack(image: Any) -> bool:
+    """Tell whether the description of a TIFF says that it has several pages.
 
-    ImageJ and tifffile may write a stack of pages as one uncompressed block of pixels with a single
-    directory. A program that cuts out a piece may copy the description, so the pixels must be there
-    too.
+    ImageJ and tifffile may write a stack of pages as one block of pixels with a single directory.
     """
     text = str(image.tag_v2.get(Tag.ImageDescription, ""))
-    page_samples = image.width * image.height * len(image.getbands())  # of 8 bits: bytes
-    pages = 1
-    # "ImageJ=1.54f", then a line "images=5"; or {"shape": [5, 64, 64]}
     by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
-    by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
     if text.startswith("ImageJ=") and by_imagej:
-        pages = int(by_imagej[1])
-    elif by_tifffile:
+        return int(by_imagej[1]) > 1
+    by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
+    if by_tifffile:
         samples = math.prod(int(side) for side in by_tifffile[1].split(","))  # of all pages
-        pages = samples // page_samples
-    pixels_start = image.tag_v2.get(Tag.StripOffsets, (0,))[0]
-    compressed = image.tag_v2.get(Tag.Compression, 1) != 1
-    if pages <= 1 or compressed or image.fp is None:
-        return 1
-    file_bytes = image.fp.seek(0, os.SEEK_END)
-    has_all_pages = pixels_start + pages * page_samples <= file_bytes
-    return pages if has_all_pages else 1
+        return samples > image.width * image.height * len(image.getbands())
+    return False
 
 
 def is_overview_or_mask(tags: Any) -> bool:
     """Tell whether the tags of a TIFF's page call it an overview or a mask of another page."""
     return bool(tags.get(Tag.NewSubfileType, 0) & REDUCED_OR_MASK)
-
-
-def size_in_tags(tags: Any) -> tuple[int | None, int | None]:
-    """Return the width and height that a page's tags give."""
-    return tags.get(Tag.ImageWidth), tags.get(Tag.ImageLength)
-
-
-# Pillow's raw modes of one letter: the bytes of one band, as they are stored
-ONE_BAND_MODES = {"L", "P", "R", "G", "B", "A", "C", "M", "Y", "K"}
-
-
-def shows_bands(image: Any, bits: int) -> bool:
-    """Tell whether Pillow correctly decodes a TIFF that stores its bands one after another."""
-    if image.mode in ("LA", "PA"):  # Pillow leaves alpha at 0 if such an image is compressed
-        return False
-    raw_modes = set()
-    for decoder, _, _, arguments in image.tile:
-        if decoder == "raw":  # the first of its arguments is the mode
-            raw_modes.add(arguments[0])
-    if not raw_modes:  # compressed: libtiff decodes it, correctly
-        return True
-    # If the file is not compressed, Pillow drops the end of modes such as "L;4" (packed) and "P;4I"
-    # (inverted), and decodes the bytes as plain 8-bit values. So the tags must tell.
-    inverted = image.tag_v2.get(Tag.PhotometricInterpretation, 0) == 0  # 0 is white
-    reversed_bits = image.tag_v2.get(Tag.FillOrder, 1) != 1
-    plain = bits == 8 and not inverted and not reversed_bits
-    one_band_each = raw_modes <= ONE_BAND_MODES
-    return plain and one_band_each
 
 
 def other_pages(image: Any) -> Iterator[Any]:

@@ -112,8 +112,6 @@ def find_images(
     notes = "as in pretraining"
     if stats is None:
         stats, notes = find_stats(config.data, config.channels, names)
-    if config.channels == 3 and has_png(files):
-        notes += "; 16-bit PNG divided by 257"
     check_some_images(files, stats)
     return files, ImageFacts(len(files), names, stats, notes)
 
@@ -186,9 +184,3 @@ def find_stats(
         return data.IMAGENET, "ImageNet's"
     command = f"`python prepare.py stats {folder}`"
     raise ValueError(f"--channels {channels} needs statistics: type {command}")
-
-
-def has_png(files: Any) -> bool:
-    """Tell whether there is a PNG among about a thousand of the listed images."""
-    every = len(files) // 1000 + 1
-    return any(files.path(i).lower().endswith(".png") for i in range(0, len(files), every))

@@ -22,7 +22,6 @@ JPEG_COLOURS = (2, 6)  # RGB and YCbCr
 UNCOMPRESSED = 1  # a value of TIFF's tag Compression
 JPEG = 7  # and another
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
-NOT_IN_EVERY_PILLOW = ("lzma", "webp", "zstd")  # compressions that its library of TIFF may lack
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
@@ -117,7 +116,7 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             image, _ = data.open_image(file.read())
         if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
             data.check_alpha(image)
-        if image.info.get("compression") in NOT_IN_EVERY_PILLOW and not can_decode(file):
+        if image.info.get("compression") == "webp":  # not every Pillow decodes it
             return None
     except (data.NeedsPackingError, UnidentifiedImageError):
         return None
@@ -126,16 +125,6 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             return None  # more than 2**30 pixels, but perhaps less than LARGEST_IMAGE bytes
         raise
     return image
-
-
-def can_decode(file: IO[bytes]) -> bool:
-    """Tell whether Pillow decodes a file."""
-    try:
-        Image.open(file).load()
-    except OSError:
-        return False
-    file.seek(0)
-    return True
 
 
 def read_start(file: IO[bytes]) -> bytes:
@@ -152,15 +141,6 @@ def declares_missing(image: Image.Image) -> bool:
         return False
     masks = [page.get(Tag.NewSubfileType, 0) & MASK for page in data.other_pages(image)]
     return GDAL_NODATA in image.tag_v2 or any(masks)
-
-
-def describe_other_pages(image: Image.Image) -> str:
-    """Say whether pages of a picture, not decoded yet, are left out that are no overviews."""
-    if not isinstance(image, TiffImagePlugin.TiffImageFile):
-        return ""
-    kinds = [page.get(Tag.NewSubfileType, 0) for page in data.other_pages(image)]
-    lost = sum(not kind & data.REDUCED_OR_MASK for kind in kinds)
-    return describe_lost_pages(lost) if lost else ""
 
 
 def read_bands(file: IO[bytes], nodata: float | None = None) -> Bands:
@@ -229,7 +209,7 @@ def decode_tiff(tiff: Any, nodata: float | None) -> list[Band]:
     same = [page for page in every if page_size(page) == page_size(every[0])]
     about = "indices of a palette" if every[0].photometric == PALETTE else ""
     if len(same) < len(every):
-        about = describe_lost_pages(len(every) - len(same))
+        about = f"without {len(every) - len(same)} pages of another size"
     if any(is_jpeg_of_unknown_colours(page) for page in same):
         raise RefusedError("JPEG of three bands that are no RGB: convert it (gdal_translate)")
     images = tiff.series[:1] if lacks_directories(tiff) else same
@@ -286,11 +266,6 @@ def lacks_directories(tiff: Any) -> bool:
     stack = tiff.series[0]
     end = tiff.pages[0].dataoffsets[0] + stack.size * stack.dtype.itemsize
     return end <= tiff.filehandle.size
-
-
-def describe_lost_pages(count: int) -> str:
-    """Say that pages of a TIFF are left out."""
-    return f"without {count} pages of another size"
 
 
 def page_size(page: Any) -> tuple[int, int]:

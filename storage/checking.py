@@ -19,14 +19,8 @@ from PIL import Image
 import data
 from checkpoint import atomic_write
 from runtime import process
-from storage.arrays import (
-    Bands,
-    declares_missing,
-    describe_other_pages,
-    has_deep_colours,
-    read_image,
-)
-from storage.image_list import ImageList, fingerprint, read_stats, stats_file
+from storage.arrays import Bands, declares_missing, has_deep_colours, read_image
+from storage.image_list import ImageList, fingerprint, stats_file
 from storage.stacking import SceneList
 
 PART = 64  # images that a process reads before it reports
@@ -77,35 +71,25 @@ class Report:
     problems: list[str] = field(default_factory=list)  # a sentence for each unreadable image
     kinds: Counter[Kind] = field(default_factory=Counter)  # kind -> number of images
     first: dict[Kind, str] = field(default_factory=dict)  # kind -> path of one image
-    declaring: int = 0  # pictures that say which of their pixels are missing
     # (channels, dtype) -> (4, C) float64: the number of images, and the sums over them of mean,
     # squared mean and variance, all without pixels that are nodata
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     values: int = 0  # number of values in float32 arrays
     missing: int = 0  # how many of these are NaN: nodata
 
-    def count(self, kind: Kind, path: str, declaring: bool) -> None:
+    def count(self, kind: Kind, path: str) -> None:
         """Count an image that can be read."""
         self.kinds[kind] += 1
         self.first.setdefault(kind, printable(path))
-        self.declaring += declaring
 
     def add(self, other: "Report") -> None:
         self.problems += other.problems
         self.kinds.update(other.kinds)
         self.first = other.first | self.first
-        self.declaring += other.declaring
         for key, sums in other.sums.items():
             self.sums[key] = self.sums.get(key, 0) + sums
         self.values += other.values
         self.missing += other.missing
-
-    def most_frequent(self) -> tuple[tuple[int, str], int]:
-        """Return the most frequent channels and dtype, and how many images have them."""
-        counts: Counter[tuple[int, str]] = Counter()
-        for kind, count in self.kinds.items():
-            counts[kind.channels, kind.dtype] += count
-        return counts.most_common(1)[0]
 
     def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""
@@ -118,10 +102,6 @@ class Report:
                 print("if only some declare missing pixels: `pack --nodata=NUMBER` makes all alike")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
-        if self.declaring:
-            what = f"{self.declaring} pictures declare missing pixels (nodata, or a mask)"
-            advice = "`pack --nodata=NUMBER` makes NaN of that number"
-            print(f"{what}: they are taken as stored; {advice}")
         if any(kind.mode.startswith(DEEP) for kind in self.kinds):
             print(f"{DEEP}pictures: training divides their values by 257 (of colours by 256)")
         if self.missing:
@@ -183,16 +163,14 @@ def measure_image(file: IO[bytes], path: str, nodata: float | None, report: Repo
     """Add what is found in one image to a report; raise if it cannot be read."""
     image = read_image(file, nodata)
     kind = kind_of(image)
-    declaring = False
     channels: Iterable[np.ndarray]
     if isinstance(image, Image.Image):
-        declaring = declares_missing(image)
         channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
     else:
         channels = image
     sums, values, missing = measure_channels(channels)
     # The image is counted only now, when all of it has been read.
-    report.count(kind, path, declaring)
+    report.count(kind, path)
     key = (kind.channels, kind.dtype)
     report.sums[key] = report.sums.get(key, 0) + sums
     report.values += values
@@ -203,7 +181,9 @@ def kind_of(image: Image.Image | Bands) -> Kind:
     """Return the kind that an image, not decoded yet, has in training."""
     if isinstance(image, Bands):
         return Kind(len(image.bands), image.dtype.name, image.packed_only, about=image.about)
-    about = describe_other_pages(image)
+    about = ""
+    if declares_missing(image):
+        about = "which declares missing pixels but is taken as stored (see `pack --nodata`)"
     return Kind(3, "uint8", packed_only=False, mode=picture_mode(image), about=about)
 
 
@@ -275,17 +255,3 @@ def check_can_save_stats(files: ImageList) -> None:
     path = stats_file(files.root)
     if not os.access(os.path.dirname(path), os.W_OK):
         raise OSError(f"{path} cannot be written: the folder is read-only, or not yours")
-
-
-def copy_stats(source: ImageList, packed: ImageList, report: Report) -> None:
-    """Copy the statistics beside a source to its pack, if they are of the same images."""
-    path = stats_file(source.root)
-    if not os.path.exists(path):
-        return
-    stats, images = read_stats(path)
-    kind, _ = report.most_frequent()
-    if images != fingerprint(source) or (len(stats.mean), stats.dtype) != kind:
-        return
-    text = json.loads(Path(path).read_text())
-    text["images"] = fingerprint(packed)  # the names and sizes of smaller pictures differ
-    Path(stats_file(packed.root)).write_text(json.dumps(text))

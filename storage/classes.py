@@ -1,7 +1,6 @@
 """Say which classes a list of images has, before anything is scored by them."""
 
-import os
-from collections import Counter, defaultdict
+from collections import Counter
 
 from storage.image_list import ImageList
 
@@ -33,21 +32,4 @@ def describe_classes(files: ImageList) -> list[str]:
     if len(unlikely) > 1:
         what = f"{', '.join(unlikely)} do not look like classes"
         sentences.append(f"warning: {files.root}: {what}: give a folder of one")
-    merged = classes_of_several_folders(files)
-    if merged:
-        what = f"{len(merged)} classes are of several folders with one name"
-        sentences.append(f"warning: {files.root}: {what}, such as {', '.join(merged[0])}")
     return sentences
-
-
-def classes_of_several_folders(files: ImageList) -> list[list[str]]:
-    """List the folders of each class that has more than one, without those inside a class."""
-    folders: dict[str, set[str]] = defaultdict(set)
-    for index, label in enumerate(files.labels):
-        if label >= 0:
-            folder = os.path.dirname(files.name(index))
-            name = files.classes[label]
-            while os.path.basename(folder) != name:  # from CLASS/images to CLASS
-                folder = os.path.dirname(folder)
-            folders[name].add(folder)
-    return [sorted(found) for _, found in sorted(folders.items()) if len(found) > 1]

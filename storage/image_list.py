@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import resource
 import zlib
@@ -267,31 +266,13 @@ def read_stats(path: str) -> tuple[data.ChannelStats, str | None]:
         content = file.read()
     try:
         found = json.loads(content)
-        mean = tuple(float(value) for value in list_of(found, "mean"))
-        std = tuple(float(value) for value in list_of(found, "std"))
-        stats = data.ChannelStats(mean, std, found["dtype"])
-        check_stats(stats)
-        return stats, found.get("images")
+        values = np.array([found["mean"], found["std"]], np.float64)  # (2, C)
+        if values.ndim != 2 or not np.isfinite(values).all() or values[1].min() <= 0:
+            raise ValueError("means must be numbers, one for each channel, and deviations above 0")
+        if found["dtype"] not in data.ARRAY_DTYPES:
+            raise ValueError(f"dtype {found['dtype']!r:.40} is none of {data.ARRAY_DTYPES}")
+        mean, std = values.tolist()
+        return data.ChannelStats(tuple(mean), tuple(std), found["dtype"]), found.get("images")
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         what = f"{path} is not as `prepare.py stats` writes it ({data.describe_file_error(error)})"
         raise ValueError(f"{what}: remove it and type that, or mend it") from None
-
-
-def list_of(found: Any, key: str) -> list[Any]:
-    """Return the list of this key; TypeError for anything else, such as the letters of a text."""
-    values = found[key]
-    if not isinstance(values, list):
-        raise TypeError(f"{key} is no list")
-    return values
-
-
-def check_stats(stats: data.ChannelStats) -> None:
-    """Raise ValueError for statistics that no images have."""
-    if len(stats.mean) != len(stats.std) or not stats.mean:
-        raise ValueError(f"means of {len(stats.mean)} channels, deviations of {len(stats.std)}")
-    if not all(map(math.isfinite, (*stats.mean, *stats.std))):
-        raise ValueError("a mean or deviation is not finite")
-    if min(stats.std) <= 0:
-        raise ValueError(f"a deviation is {min(stats.std):g}: it must be above 0")
-    if stats.dtype not in data.ARRAY_DTYPES:
-        raise ValueError(f"dtype {stats.dtype!r:.40} is none of {', '.join(data.ARRAY_DTYPES)}")

@@ -19,25 +19,17 @@ import numpy as np
 from PIL import Image
 
 import data
-from storage.arrays import Bands, declares_missing, read_image
+from storage.arrays import Bands, read_image
 from storage.checking import (
     Kind,
     Report,
-    copy_stats,
     for_each,
     kind_of,
     noting_problems,
     read_folder,
     save_stats,
 )
-from storage.image_list import (
-    ImageList,
-    list_images,
-    make_table,
-    read_stats,
-    save_index,
-    stats_file,
-)
+from storage.image_list import ImageList, list_images, make_table, save_index, stats_file
 from storage.stacking import SceneList, find_scenes
 
 SHARD_BYTES = 2**28  # size of the source files that become one shard
@@ -69,7 +61,6 @@ class Packed(NamedTuple):
     content: Iterable[bytes | memoryview]  # parts, to be written one after the other
     ending: str  # what its name must end with; "" keeps the name of the file
     kind: Kind
-    declaring: bool = False  # a picture that says which of its pixels are missing
 
 
 def repack(file: IO[bytes], options: PackOptions) -> Packed:
@@ -83,10 +74,9 @@ def repack(file: IO[bytes], options: PackOptions) -> Packed:
     kind = kind_of(image)
     max_side = options.max_side
     if max_side is None or max(image.size) <= max_side:
-        declaring = declares_missing(image)
         file.seek(0)
         content = file.read()
-        return Packed(len(content), [content], "", kind, declaring)
+        return Packed(len(content), [content], "", kind)
     image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
     rgb = data.decode(image)
     rgb.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
@@ -134,7 +124,7 @@ def write_shard(
                 packed = read_member(files, index, options)
                 size = packed.size
                 content = packed.content
-                report.count(packed.kind, files.path(index), packed.declaring)
+                report.count(packed.kind, files.path(index))
                 if not name.lower().endswith(packed.ending):
                     name += packed.ending
             start = write_member(file, name, size, content)
@@ -170,14 +160,10 @@ def pack(
 
     Pictures whose longer side is above `max_side` become JPEGs of that side; other pictures are
     copied byte by byte; images that are no pictures become arrays. With `bands`, the files of a
-    scene's bands become one array. Statistics of the source are copied too, if they are of the same
-    images; otherwise they are measured, and always those of arrays. ValueError if the target
-    already has files.
+    scene's bands become one array. Statistics are measured if the source has some, and always
+    those of arrays. ValueError if the target already has files.
     """
     path = new_folder(target)
-    known = os.path.exists(stats_file(source))
-    if known:
-        read_stats(stats_file(source))  # which raises before the work, not after it
     listed = list_images(source, include=include, exclude=exclude)
     files = find_scenes(listed, options.bands) if options.bands else listed
     folder = path.with_name(f"{path.name}.unfinished")
@@ -196,10 +182,7 @@ def pack(
         raise ValueError(f"no image in {source} can be read")
     packed = save_index(index_members(shards, shard_members), str(folder / "pack.index"))
     arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
-    measures = 2 * arrays >= len(packed)
-    # new values in arrays of the same sizes would not show that statistics are of the old ones
-    if not measures and not options.bands and options.nodata is None:
-        copy_stats(listed, packed, report)
+    measures = 2 * arrays >= len(packed) or os.path.exists(stats_file(source))
     folder.rename(path)
     packed = list_images(target)
     count = len(packed)
@@ -210,12 +193,7 @@ def pack(
         print("pictures that fit are copied undecoded: `prepare.py scan` finds the broken ones")
     if report.problems:
         print(f"{len(report.problems)} of {count} images cannot be read: they are empty files")
-    _, used = report.most_frequent()
-    unused = count - used
-    if unused:
-        share = f"{unused} of {count} images ({unused / count:.1%})"
-        print(f"training on this pack leaves out {share}, and ends if these are above --max-bad")
-    if (known or measures) and not (path / "stats.json").exists():
+    if measures:
         save_stats(packed, read_folder(packed, workers), options.bands)
 
 

@@ -18,7 +18,7 @@ from storage.image_list import ImageList
 
 NO_FILE = -1
 Scenes = dict[tuple[str, str], list[int]]  # (folder, name) -> the file of each band
-RESOLUTION_FOLDER = re.compile(r"R?\d+m")
+RESOLUTION_FOLDER = re.compile(r"R\d+m")  # as in a .SAFE
 MASK_OF_BAND = re.compile(r"MSK_[A-Z]+_B\d")  # MSK_QUALIT_B02 and the like, of Sentinel-2
 
 
@@ -119,17 +119,6 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
     if others:
         print(f"left out, being of no band: {sum(others.values())} files, ending with: {seen}")
     scenes = group_bands(files, members, bands)
-    # Join folders only where this completes scenes: a class may be called 10m too.
-    complete = count_complete(scenes)
-    if complete < len(scenes):
-        joined = scenes
-        try:
-            joined = group_bands(files, members, bands, join=True)
-        except ValueError:  # two files of one band: scenes that need no join must not suffer
-            if not complete:
-                raise
-        if count_complete(joined) > complete:
-            scenes = joined
     named = name_scenes(scenes, os.path.basename(os.path.realpath(files.root)))
     names = sorted(named, key=os.fsencode)
     rows_of_scenes = np.array([named[name] for name in names])
@@ -139,18 +128,13 @@ def find_scenes(files: ImageList, bands: Sequence[str]) -> SceneList:
 
 
 def group_bands(
-    files: ImageList,
-    members: Sequence[tuple[int, str, str]],
-    bands: Sequence[str],
-    join: bool = False,
+    files: ImageList, members: Sequence[tuple[int, str, str]], bands: Sequence[str]
 ) -> Scenes:
-    """Group files (index, stem, band) into scenes; `join` takes folders of a resolution as one."""
+    """Group files (index, stem, band) into scenes; folders of a resolution count as one."""
     scenes: Scenes = {}
     for index, stem, band in members:
-        folder = os.path.dirname(files.name(index))
-        if join:
-            parts = folder.split("/")
-            folder = "/".join(part for part in parts if not RESOLUTION_FOLDER.fullmatch(part))
+        parts = os.path.dirname(files.name(index)).split("/")
+        folder = "/".join(part for part in parts if not RESOLUTION_FOLDER.fullmatch(part))
         scene = (folder, stem.removesuffix(band).rstrip("_.-"))
         rows = scenes.setdefault(scene, [NO_FILE] * len(bands))
         number = bands.index(band)
@@ -162,15 +146,10 @@ def group_bands(
     return scenes
 
 
-def count_complete(scenes: Scenes) -> int:
-    """Count the scenes that have a file of each band."""
-    return sum(NO_FILE not in rows for rows in scenes.values())
-
-
 def guess_band(stem: str) -> str:
     """Guess the band of a file: the last word of its name, or the last two with a resolution."""
     words = re.split(r"([_.-])", stem)  # with their separators
-    count = 3 if RESOLUTION_FOLDER.fullmatch(words[-1]) else 1
+    count = 3 if re.fullmatch(r"R?\d+m", words[-1]) else 1
     return "".join(words[-count:])
 
 

