@@ -364,7 +364,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Images(Dataset[Any]):  # for mypy, what a Dataset has its DataLoader yields: not Samples here
+class Images(Dataset[Any]):  # Any: mypy takes a Dataset's items for those of its DataLoader
     """Load a `Sample` by its (position, image index); for `exact` see `crop_and_resize`."""
 
     files: ImageSource
@@ -455,7 +455,8 @@ def build_loader(
         num_workers=workers,
         collate_fn=collate,
         # A forked worker would inherit this process's open devices, and locks held by threads that
-        # do not exist in the worker. One from the fork server inherits only what that has imported.
+        # do not exist in the worker. A worker started by the fork server inherits only what the
+        # server has imported.
         multiprocessing_context="forkserver" if workers else None,
         # without it each new iterator would draw from, and so change, PyTorch's global generator
         generator=torch.Generator(),

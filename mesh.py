@@ -97,7 +97,8 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     if _started_by_srun(environ):
         ranks = _slurm_ranks(environ)
         _check_other_counts(environ, OTHER_LAUNCHERS, ranks.world_size)
-        if environ.keys() & {"RANK", "LOCAL_RANK"}:  # perhaps of a launcher in a task of srun
+        # these may come from another launcher, which runs inside an srun task
+        if environ.keys() & {"RANK", "LOCAL_RANK"}:
             _check_other_counts(environ, ("WORLD_SIZE",), ranks.world_size)
         return ranks
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
@@ -223,8 +224,9 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
-    # One visible GPU is a rank's own (`--gpus-per-task=1`), or the only one of a node with several
-    # ranks: then all take it, and NCCL refuses that. Of several, there must be one for each rank.
+    # A single visible GPU is either this rank's own (`--gpus-per-task=1`), or the only one of a
+    # node with several ranks; in the second case all ranks take it, and NCCL raises an error. If
+    # several GPUs are visible, there must be one for each rank.
     if 1 < count < ranks.local_world_size:
         raise ValueError(
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: "

@@ -238,8 +238,8 @@ def apply(
     3. DDP around the model; or FSDP around each block, then around the model.
 
     Build optimizers and register hooks on parameters afterwards. Call the model, not its parts or
-    other methods. All ranks must call the same blocks in a step, or some ranks silently train on
-    wrong weights. FSDP1 also updates parameters unused in a step, and makes fp64 buffers fp32.
+    other methods. Under FSDP all ranks must call the same blocks in a step, or some silently train
+    on wrong weights. FSDP1 also updates parameters unused in a step, and makes fp64 buffers fp32.
 
     Raises ValueError for invalid arguments, RuntimeError if the ranks have different models.
     """
@@ -485,7 +485,8 @@ def _count_passes(unit: Any) -> None:
 
     A pass is a call of forward(), or of a method given to `register_fsdp_forward_method`; one may
     call another. FSDP2 runs no hooks around such a method. It calls `state._pre_forward` and
-    `state._post_forward`, which are replaced here; around forward() the original two are hooks.
+    `state._post_forward`, which are replaced here. For forward() these replacements change nothing:
+    FSDP2 has already registered the original two as its hooks.
     """
 
     def begin(module: Any, args: Any) -> None:
@@ -493,7 +494,8 @@ def _count_passes(unit: Any) -> None:
             PASSES[module] = PASSES.get(module, 0) + 1
 
     def end(module: Any, args: Any, output: Any) -> None:
-        if not _in_backward():  # 0 if a hook before `begin` has raised, or after a step
+        if not _in_backward():
+            # the count is 0 already if a hook before `begin` has raised, or a step has cleared it
             PASSES[module] = max(0, PASSES.get(module, 0) - 1)
 
     unit.register_forward_pre_hook(torch.compiler.disable(begin), prepend=True)
@@ -633,7 +635,7 @@ def _reshard_without_backward(module: Any, args: Any, output: Any) -> Any:
     if torch.is_grad_enabled() and _may_need_backward(output):
         return output
     fsdp2 = isinstance(module, FSDPModule)
-    if fsdp2 and PASSES.get(module, 0) > 0:  # this pass is part of one that goes on
+    if fsdp2 and PASSES.get(module, 0) > 0:  # this pass is in another that has not ended
         return output
     if fsdp2:
         gathered = [p for p in module.parameters() if not isinstance(p, DTensor)]
@@ -675,8 +677,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
     Sharded gradients are reduce-scattered after every micro-batch. By default FSDP also all-reduces
-    over replicas after every micro-batch, which is always right. With `uses_all=True` it does this
-    only after the last one, as DDP always does: FSDP2 in every mode, FSDP1 in mode no_shard. You
+    over replicas after every micro-batch, which is always right. DDP always all-reduces only after
+    the last one. With `uses_all=True` so do FSDP2 in every mode, and FSDP1 in mode no_shard. You
     thereby promise that every micro-batch gives every trained parameter a gradient, on every rank.
     If you break the promise, and a unit gets no gradient in the last micro-batch, FSDP2 never
     all-reduces the unit's earlier gradients.
@@ -805,9 +807,10 @@ def build_optimizer(
     The result of `lr_scale(original name)` is stored as the group's "lr_scale", by which the
     schedule multiplies the learning rate. ValueError if `decay` has names that the model lacks.
 
-    Under FSDP1 and zero1, an optimizer of your own must be elementwise, like AdamW: FSDP1 gives it
-    parts of tensors, and zero1 gives it whole tensors, but not all of them. Under FSDP2 it must
-    work on DTensors, without .item() on a sum.
+    Under FSDP1 an optimizer of your own must be elementwise, like AdamW, because it is given parts
+    of tensors. Under zero1 it must update each tensor independently of the others, because it is
+    given whole tensors, but not all of them. Under FSDP2 it must work on DTensors, without .item()
+    on a sum.
     """
     all_names = {original_name(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     unknown = sorted(set(decay) - all_names)
@@ -1151,19 +1154,21 @@ def _same_on_all_ranks(text: str, device: torch.device | None, group: Any = None
 #    unused). FSDP1 with cpu_offload: no gradients may be left that a backward pass would overwrite.
 # 2. After a forward pass: the module must not have changed its own tensors (first three passes),
 #    nor returned an object in which FSDP2 finds no tensor.
-# 3. When a tensor gets a gradient: the model must have been called since its previous gradient.
+# 3. DDP and FSDP1, when a tensor gets a gradient: the model must have been called since its
+#    previous gradient.
 # 4. Before each step: the optimizer must have the parameters of the sharded model. In the first
-#    three steps, and in every thousandth: all ranks must have used the same parameters, and
-#    replicas must be equal. If an optimizer's parameters are in no sharded model, their gradients
-#    must be the same on all ranks (first three steps).
+#    three steps, in every thousandth, and after a backward pass that averaged nothing: replicas
+#    must be equal and, under FSDP2, all ranks must have used the same parameters (unless parameters
+#    may be unused). If an optimizer's parameters are in no sharded model, their gradients must be
+#    the same on all ranks (first three steps).
 # Values are compared only rarely, because reading them makes the CPU wait for the GPU.
-# In a simulation of FSDP (backend "fake") tensors have no values: there is no _LoopChecks. Two
-# checks are left: that a forward pass does not change the module's tensors, and that the optimizer
-# has the parameters of the sharded model.
+# In a simulation of FSDP (backend "fake") tensors have no values: there is no _LoopChecks. The
+# other checks are left: of what a forward pass changes, and that the optimizer has the parameters
+# of the sharded model.
 #
 # Attributes that the checks set on PyTorch objects:
 #   loop_checks           on a sharded model: its _LoopChecks
-#   replaced_by_sharding  on a parameter in whose place FSDP has put another
+#   replaced_by_sharding  on a parameter in whose place `apply` has put another
 #   gathered_by_fsdp      on a gathered parameter that FSDP2 left in a module after a forward pass
 #   checked_by_another    on an optimizer inside another one, or in a trial
 #   calls_at_last_step, steps_compared
@@ -2026,20 +2031,20 @@ def _check_whole_tensors(
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, flattened: bool) -> None:
-    """Raise RuntimeError for an optimizer that changes parts of tensors unlike whole tensors."""
+    """Raise RuntimeError for an optimizer that needs whole tensors, or that cannot be tried."""
     name = type(optimizer).__name__
     try:
         elementwise = _steps_equally_on_parts(optimizer, flattened)
     except Exception as error:
         raise RuntimeError(
-            f"{name} could not be tried on parts of tensors, which zero1 and FSDP1 give it "
+            f"{name} could not be tried on a rank's part, as zero1 and FSDP1 give it "
             f"({type(error).__name__}: {error}): use mode ddp, or set optimizer.elementwise = True "
             "if it updates each element independently of the others"
         ) from error
     if not elementwise:
         raise RuntimeError(
-            f"{name} needs whole tensors, but zero1 and FSDP1 give it only parts: use mode ddp, or "
-            "an elementwise optimizer such as AdamW"
+            f"{name} needs whole tensors, and all of them. FSDP1 gives it parts of them, and zero1 "
+            "gives it some of them: use mode ddp, or an elementwise optimizer such as AdamW"
         )
 
 
@@ -2067,7 +2072,7 @@ def _steps_equally_on_parts(optimizer: torch.optim.Optimizer, flattened: bool) -
     of each, flattened as in FSDP1, or one of the tensors, as with ZeRO-1. It is run with a small
     and a large matrix, because some optimizers treat matrices of fewer than 128 rows like vectors.
     """
-    # the small one first, because some would take minutes to refuse the large one
+    # the small matrix first: the step of some optimizers takes minutes on the large one
     for rows, columns in ((3, 4), (130, 132)):
         if not _steps_equally_on_parts_of(optimizer, flattened, rows, columns):
             return False
@@ -2204,7 +2209,7 @@ def _check_buckets(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _watch_optimizers(sharded: nn.Module, original: Iterable[nn.Parameter]) -> None:
     """Have every optimizer checked before each step; `original`: the parameters before sharding."""
-    # FSDP replaces parameters, and so does `fill`, of a model on meta; DDP does not
+    # FSDP replaces parameters; `fill` replaces those of a model on meta; DDP replaces none
     replaced = set(original) - set(sharded.parameters())
     # a simulation has no checks, and neither do ddp and zero1 on one rank
     checks: Any = getattr(sharded, "loop_checks", None)

@@ -336,7 +336,8 @@ def run_training(run: Run, session: Session) -> None:
 def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
     """Run the command line; return the exit status.
 
-    It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused.
+    It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused. A
+    dry run returns 0, 2, or 3 if the run would not fit into memory.
     `signals` is a list to which runtime/process.py appends each signal that asks the run to stop.
     """
     config = parse(argv, __doc__)

@@ -358,8 +358,9 @@ class ViTMAE(nn.Module):
         """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
         index = keep_ids.unsqueeze(-1)  # (B, K, 1)
-        # The index is broadcast over the values of a patch, and `pos` over the batch. What is taken
-        # gets no name, which would keep it in memory until the end of this function.
+        # The index is broadcast over the values of a patch, and `pos` over the batch. The selected
+        # patches are not assigned to a variable: it would keep them in memory until the function
+        # returns.
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
         x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
