@@ -292,7 +292,7 @@ def run_training(run: Run, session: Session) -> None:
     """Do one run, on every rank; AgreedError (runtime/agreement.py) on all of them if it fails."""
     config = run.config
     log = session.log
-    session.claim_folder(config.out)  # a lock keeps a second run out (runtime/process.py)
+    session.claim_folder(config.out)  # refuses a second run: process.lock_folder, on OUT/.lock
     session.heartbeat("listing images")
     find = partial(find_images, config, run.global_batch)
     files, image_facts = run_on_rank0(find)  # all ranks get what rank 0 finds
