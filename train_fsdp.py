@@ -205,7 +205,8 @@ def train(run: Run, training: Training, monitor: Monitor) -> tuple[str, str | No
     """Run the remaining steps; return why the run ends, and an error message if there is one.
 
     Reasons: done, signal, nan, loader_error (whose message `Monitor.finish` makes), bad_images,
-    save_failed.
+    save_failed. `Monitor.report_end` logs the reason in the record `end`. If an exception ends the
+    run, `Session.give_up` logs the reason "failed".
     """
     guard = monitor.guard
     checkpoints = monitor.checkpoints
@@ -336,8 +337,10 @@ def run_training(run: Run, session: Session) -> None:
 def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> int:
     """Run the command line; return the exit status.
 
-    It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused. A
-    dry run returns 0, 2, or 3 if the run would not fit into memory.
+    It is 0 if the run is done or was stopped by a signal, 1 if it failed, 2 if it was refused: for
+    its flags (`parse`), its launcher or device (`run_session`), or a ValueError that all ranks
+    raise together (`AgreedError`), such as for a folder in use. A dry run returns 0, 2, or 3 if the
+    run would not fit into memory.
     `signals` is a list to which runtime/process.py appends each signal that asks the run to stop.
     """
     config = parse(argv, __doc__)

@@ -96,11 +96,11 @@ def grid() -> list[Case]:
     _, plain, gated = SPLIT
     cases.append(Case(2, "hybrid", 2, 1, "selective", 1, tp=2, model=gated))
     cases.append(Case(2, "full_shard", 2, 0, "full", 2, tp=2, model=plain))
-    # on two cores a run with --tp takes a quarter of a minute on four ranks, half a one on eight
+    # on two cores a run with --tp takes a quarter of a minute on four ranks; eight ranks are in
+    # test_tensor_parallel.py
     cases.append(Case(4, "no_shard", 2, 0, "full", 2, tp=2, model=plain))
     cases.append(Case(4, "hybrid", 2, 2, "selective", 1, tp=2, model=gated))
     cases.append(Case(4, "full_shard", 2, 0, "full", 2, tp=4, model=plain))
-    cases.append(Case(8, "hybrid", 2, 2, "selective", 1, tp=2, model=gated))
     return cases
 
 
