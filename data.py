@@ -761,19 +761,30 @@ def describe_tiff(image: Any) -> str | None:
 
 
 def is_stack(image: Any) -> bool:
-    """Tell whether the description of a TIFF says that it has several pages.
+    """Tell whether a TIFF's description says that it has several pages, and the file can hold them.
 
-    ImageJ and tifffile may write a stack of pages as one block of pixels with a single directory.
+    ImageJ and tifffile may write a stack of pages as one uncompressed block of pixels with a single
+    directory. A program that cuts out a piece may copy the description, so the pixels must be there
+    too.
     """
-    text = str(image.tag_v2.get(Tag.ImageDescription, ""))
+    tags = image.tag_v2
+    compressed = tags.get(Tag.Compression, 1) != 1
+    if compressed or image.fp is None:
+        return False
+    text = str(tags.get(Tag.ImageDescription, ""))
+    page_samples = image.width * image.height * len(image.getbands())
+    samples = page_samples  # of all pages
+    # "ImageJ=1.54f", then a line "images=5"; or {"shape": [5, 64, 64]}
     by_imagej = re.search(r"^images=(\d+)", text, re.MULTILINE)
-    if text.startswith("ImageJ=") and by_imagej:
-        return int(by_imagej[1]) > 1
     by_tifffile = re.match(r'{"shape": \[([\d, ]+)\]', text)
-    if by_tifffile:
-        samples = math.prod(int(side) for side in by_tifffile[1].split(","))  # of all pages
-        return samples > image.width * image.height * len(image.getbands())
-    return False
+    if text.startswith("ImageJ=") and by_imagej:
+        samples = int(by_imagej[1]) * page_samples
+    elif by_tifffile:
+        samples = math.prod(int(side) for side in by_tifffile[1].split(","))
+    first_byte = tags.get(Tag.StripOffsets, (0,))[0]
+    file_bytes = image.fp.seek(0, os.SEEK_END)
+    # a picture's samples have 8 bits, a byte each
+    return samples > page_samples and first_byte + samples <= file_bytes
 
 
 def is_overview_or_mask(tags: Any) -> bool:

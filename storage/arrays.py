@@ -22,6 +22,7 @@ JPEG_COLOURS = (2, 6)  # RGB and YCbCr
 UNCOMPRESSED = 1  # a value of TIFF's tag Compression
 JPEG = 7  # and another
 MASK = 4  # the bit of TIFF's tag NewSubfileType that says that a page is a mask
+NOT_IN_EVERY_PILLOW = ("lzma", "webp", "zstd")  # compressions that its library of TIFF may lack
 READ_AT_ONCE = 2**22  # bytes of a TIFF that are held in addition to its pixels
 INSTALL = "pip install tifffile imagecodecs"
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
@@ -116,7 +117,7 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             image, _ = data.open_image(file.read())
         if image.format in ("TIFF", "JPEG2000") and image.has_transparency_data:
             data.check_alpha(image)
-        if image.info.get("compression") == "webp":  # not every Pillow decodes it
+        if image.info.get("compression") in NOT_IN_EVERY_PILLOW and not can_decode(file):
             return None
     except (data.NeedsPackingError, UnidentifiedImageError):
         return None
@@ -125,6 +126,16 @@ def open_whole_picture(file: IO[bytes]) -> Image.Image | None:
             return None  # more than 2**30 pixels, but perhaps less than LARGEST_IMAGE bytes
         raise
     return image
+
+
+def can_decode(file: IO[bytes]) -> bool:
+    """Tell whether Pillow decodes a file."""
+    try:
+        Image.open(file).load()
+    except OSError:
+        return False
+    file.seek(0)
+    return True
 
 
 def read_start(file: IO[bytes]) -> bytes:

@@ -266,13 +266,16 @@ def read_stats(path: str) -> tuple[data.ChannelStats, str | None]:
         content = file.read()
     try:
         found = json.loads(content)
-        values = np.array([found["mean"], found["std"]], np.float64)  # (2, C)
-        if values.ndim != 2 or not np.isfinite(values).all() or values[1].min() <= 0:
-            raise ValueError("means must be numbers, one for each channel, and deviations above 0")
+        mean = np.array(found["mean"], np.float64)  # (C,), as is `std`
+        std = np.array(found["std"], np.float64)
+        one_each = mean.ndim == 1 and mean.size > 0 and mean.shape == std.shape
+        finite = np.isfinite(mean).all() and np.isfinite(std).all()
+        if not one_each or not finite or std.min() <= 0:
+            raise ValueError("each channel needs a finite mean, and a deviation above 0")
         if found["dtype"] not in data.ARRAY_DTYPES:
             raise ValueError(f"dtype {found['dtype']!r:.40} is none of {data.ARRAY_DTYPES}")
-        mean, std = values.tolist()
-        return data.ChannelStats(tuple(mean), tuple(std), found["dtype"]), found.get("images")
+        stats = data.ChannelStats(tuple(mean.tolist()), tuple(std.tolist()), found["dtype"])
+        return stats, found.get("images")
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         what = f"{path} is not as `prepare.py stats` writes it ({data.describe_file_error(error)})"
         raise ValueError(f"{what}: remove it and type that, or mend it") from None

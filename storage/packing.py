@@ -160,8 +160,8 @@ def pack(
 
     Pictures whose longer side is above `max_side` become JPEGs of that side; other pictures are
     copied byte by byte; images that are no pictures become arrays. With `bands`, the files of a
-    scene's bands become one array. Statistics are measured if the source has some, and always
-    those of arrays. ValueError if the target already has files.
+    scene's bands become one array. Statistics are measured if the source has some, or if at least
+    half of the pack are arrays. ValueError if the target already has files.
     """
     path = new_folder(target)
     listed = list_images(source, include=include, exclude=exclude)

@@ -373,9 +373,10 @@ def test_a_piece_with_the_description_of_the_whole_is_a_piece(description, dtype
     pixels = SIX[0].astype(dtype)
     about = {"description": description, "metadata": None}
     tifffile.imwrite(path, pixels, photometric="minisblack", **about)
-    with pytest.raises(data.NeedsPackingError):
-        data.open_image(path.read_bytes())
-    np.testing.assert_array_equal(read_packed(path.read_bytes()), read_by_gdal(path))
+    found = read_packed(path.read_bytes())
+    if dtype == "uint8":
+        found = as_rgb(found)[:1]
+    np.testing.assert_array_equal(found, read_by_gdal(path))
 
 
 @pytest.mark.parametrize("infrared", [0, 255])

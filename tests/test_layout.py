@@ -30,7 +30,7 @@ TOP_LEVEL = {
 # Lines of Python on the top level and in the rooms: the one limit on size, and no reason to pack.
 # The plan is 9,400; what is above it came with loops, files and machines of other people. Raise it
 # only for a promise, and say for which.
-PRODUCT = 15_804
+PRODUCT = 15_829
 
 
 @cache
