@@ -35,9 +35,9 @@ for word in "$@"; do # this script needs to know two of the flags itself
     case $word in --out=*) out=${word#*=} ;; --run=* | --run-mode=*) run=${word#*=} ;; esac
     last=$word
 done
+out=${out/#\~\//$HOME/} # as train_fsdp.py does: bash expands no ~ after --out=
 
 # ---- the machine
-
 # With this flag a rank without a GPU is an error, not a CPU run. A --device in "$@" comes later, so
 # it wins.
 device=(--device cuda)
@@ -100,14 +100,13 @@ if [[ -n ${CONDA_ENV:-} ]]; then
 fi
 set -u
 
-# Use the libraries of the cpe that was loaded, not those of the default one.
+# the libraries of the cpe that was loaded, not those of the default one
 [[ -z ${CRAY_LD_LIBRARY_PATH:-} ]] ||
     export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 # The network of RCCL. Nothing else of RCCL is set: OLCF found its own choices to be the best.
 [[ -z ${NCCL_NET:=$net} ]] || export NCCL_NET
-# Rank 0 listens on the first node, where this shell runs. Take the first of its addresses that the
-# other nodes can use: neither 127.*, by which a node means itself, nor IPv6. The node's name comes
-# last, because it may not resolve.
+# Rank 0 listens on the first node, where this shell runs. Take the first of its addresses that other
+# nodes can use: neither 127.* nor IPv6. The node's name comes last, because it may not resolve.
 for address in $(hostname -i 2>/dev/null) $(hostname -I 2>/dev/null) "$(uname -n)"; do
     if [[ $address != 127.* && $address != *:* ]]; then break; fi
 done
@@ -115,16 +114,14 @@ export MASTER_ADDR=${MASTER_ADDR:-$address} MASTER_PORT=$port
 # These threads are for saving and --cpu-offload. Loader processes (at most cores - 1) use one each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
-# sbatch --export=LIST sets this variable. With it srun would give the ranks only the variables in
-# that list, without those exported above.
+# sbatch --export=LIST sets this; with it srun would give the ranks only the variables in that list
 unset SLURM_EXPORT_ENV
 
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "there is no $python: set PYTHON, or CONDA_ENV"
 each_node() { srun -N"$nodes" -n"$nodes" --ntasks-per-node=1 -c"$((tasks * cores))" -K1 "$@"; }
 
-# ---- a packed environment (conda-pack) on the nodes' own disks: imports take seconds, not minutes
-
+# ---- a packed environment (conda-pack) on the nodes' own disks: imports take seconds
 env=$nvme/env-$SLURM_JOB_ID
 stage() {
     sbcast -pf "$ENV_TARBALL" "$env.tar.gz" || return
@@ -145,22 +142,20 @@ if [[ -n ${ENV_TARBALL:-} ]]; then
     fi
 fi
 
-# ---- pre-flight check by a dry run: a minute that may save node-hours
-
+# ---- pre-flight check by plan.py: seconds that may save node-hours
 if [[ ${PREFLIGHT:-yes} == yes ]]; then
     "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' ||
         fail "$(command -v "$python") has no torch: set PYTHON, or CONDA_ENV"
-    # One process simulates rank 0. Refused flags (2) and a plan that says NO (3) end the job here.
+    # On a node of the job. Refused flags (2) and a run that does not fit (3) end the job here.
     status=0
     LOCAL_WORLD_SIZE=$tasks srun -N1 -n1 -c"$cores" "${gpu[@]}" "$python" -u \
-        train_fsdp.py "${device[@]}" "$@" --dry-run --world-size "$((nodes * tasks))" || status=$?
+        plan.py "${device[@]}" "$@" --world-size "$((nodes * tasks))" || status=$?
     ((status != 2)) || exit 2
     ((status != 3)) || fail "by its plan the run does not fit (PREFLIGHT=no starts it)"
-    ((status == 0)) || say "warning: the dry run ended with status $status; starting the run"
+    ((status == 0)) || say "warning: plan.py ended with status $status; starting the run"
 fi
 
 # ---- rounds: one run over as many jobs as it takes
-
 # OUT/.rounds holds the job's number, the newest checkpoint when its last round began, and how many
 # rounds made no new checkpoint. A round counts as one of these until the next round finds its
 # checkpoint, so rounds that a failing node ends count too.

@@ -9,24 +9,19 @@ four, with `--mode hybrid --group 4`:
         replicate 0         0  1  2  3      node 0
                   1         4  5  6  7      node 1
 
-Ranks are numbered node by node, so neighbours in a row are on the same node, or on neighbouring
-nodes. In the hybrid modes --group defaults to one node (runtime/run.py). With --tp the mesh has a
-third dimension, "tp": ranks that differ only in their place along it split each block and read the
-same images; all others read different ones. Copy this one file: it needs only torch.
-
-In docstrings, "Collective" means that every rank must call the function: a rank that has called it
-waits for the others.
+Ranks are numbered node by node, and all nodes have equally many (`check_nodes`), so neighbours in a
+row are on the same node, or on neighbouring nodes. In order: the mesh, the ranks, the device, the
+process group. "Collective": all ranks must call the function, and wait for each other in it. Copy
+this one file: it needs only torch.
 """
 
 import math
 import os
 import resource
-import socket
 import sys
-import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -34,25 +29,57 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-DIMENSIONS = ("replicate", "shard", "tp")  # "tp": tensor parallelism
+DIMENSIONS = ("replicate", "shard")
 
-
-def build_mesh(shape: tuple[int, ...], device: torch.device) -> DeviceMesh:
-    """Build the mesh of all ranks, with the dimensions "replicate", "shard" and perhaps "tp".
-
-    `shape` is (replicas, ranks per shard group) or, with tensor parallelism, (replicas, ranks per
-    shard group, ranks that split each block). ValueError if its product is not the world size.
-    Collective, after `init_ranks`.
-    """
-    if math.prod(shape) != dist.get_world_size():
-        raise ValueError(f"a mesh of {shape} does not fit {dist.get_world_size()} ranks")
-    with quiet_gloo():
-        return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
+# --- The mesh
 
 
 def divisors(number: int) -> list[int]:
     """List the divisors of a positive integer in ascending order: the possible sizes of groups."""
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def default_group(world_size: int, local_world_size: int) -> int:
+    """Return the default ranks of a shard group: those of a node, as its links are the fastest."""
+    return min(max(local_world_size, 1), world_size)
+
+
+def mesh_shape(shard_over: str, world_size: int, group: int | None = None) -> tuple[int, int]:
+    """Return the mesh shape (replicas, ranks per shard group) of a sharding strategy.
+
+    `shard_over` tells which ranks share one copy of the parameters: "none" (each rank has its own
+    copy), "world" (all ranks) or "group" (`group` ranks). In shard.py it is a column of STRATEGIES.
+    ValueError if they do not fit together.
+    """
+    if (shard_over == "group") != bool(group):
+        raise ValueError(
+            "the hybrid modes need `group`, the number of ranks that share one copy, and no other "
+            "mode takes it"
+        )
+    if shard_over == "none":
+        return world_size, 1
+    if shard_over == "world":
+        return 1, world_size
+    assert group  # as checked above
+    if world_size % group:
+        sizes = ", ".join(map(str, divisors(world_size)))
+        what = f"{world_size} ranks cannot be split into shard groups of {group}"
+        raise ValueError(f"{what}: use {sizes}, or start a different number of ranks")
+    return world_size // group, group
+
+
+def build_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
+    """Build the mesh of all ranks, with the dimensions "replicate" and "shard".
+
+    `shape` is what `mesh_shape` returns. ValueError if its product is not the world size.
+    Collective, after `init_ranks`.
+    """
+    if math.prod(shape) != dist.get_world_size():
+        raise ValueError(f"a mesh of {shape} does not fit {dist.get_world_size()} ranks")
+    return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+
+
+# --- The ranks
 
 
 @dataclass(frozen=True)
@@ -70,37 +97,20 @@ class Ranks:
 
 # What torchrun sets for each rank
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The variables in which other launchers give their number of processes: Open MPI, MPICH and its
-# derivatives (such as PALS), MVAPICH, Flux, jsrun
-OTHER_LAUNCHERS = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "FLUX_JOB_SIZE",
-    "JSM_NAMESPACE_SIZE",
-)
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, or else from srun's; with neither, return one rank.
 
-    RuntimeError if a launcher's variables are incomplete, if Slurm does not number the ranks node
-    by node, or if a single process would surely be a mistake: in a Slurm job of several tasks or
-    nodes that did not use srun, or if another launcher, such as mpiexec, has started several
-    processes.
+    RuntimeError if a launcher's variables are incomplete, or for a single process in a Slurm job of
+    several tasks or nodes, which surely is a mistake.
     """
-    # torchrun comes first: under `srun torchrun`, Slurm's variables count the torchrun processes,
-    # not the ranks.
+    # first: under `srun torchrun`, Slurm's variables count the torchrun processes, not the ranks
     if all(name in environ for name in TORCHRUN):
         return _torchrun_ranks(environ)
-    # Then srun, even if a job script has exported some of torchrun's names, such as WORLD_SIZE.
+    # even if a job script has exported some of torchrun's names, such as WORLD_SIZE
     if _started_by_srun(environ):
-        ranks = _slurm_ranks(environ)
-        _check_other_counts(environ, OTHER_LAUNCHERS, ranks.world_size)
-        # these may come from another launcher, which runs inside an srun task
-        if environ.keys() & {"RANK", "LOCAL_RANK"}:
-            _check_other_counts(environ, ("WORLD_SIZE",), ranks.world_size)
-        return ranks
+        return _slurm_ranks(environ)
     if environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return _torchrun_ranks(environ)  # it raises, and names a variable that is missing
     several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
@@ -110,19 +120,7 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
             "this Slurm job has several tasks or nodes, but this process was not started by srun: "
             "type `srun python`, or, for one process, `srun -n1 python`"
         )
-    _check_other_counts(environ, OTHER_LAUNCHERS, 1)
     return Ranks()  # a single process
-
-
-def _check_other_counts(environ: Mapping[str, str], names: Sequence[str], count: int) -> None:
-    """Raise RuntimeError if another launcher's variable gives a different number of processes."""
-    for name in names:
-        if environ.get(name, "") not in ("", str(count)):
-            raise RuntimeError(
-                f"the variable {name} says that {environ[name]} processes were started, but here "
-                f"the rank would be one of {count}: start the ranks with srun or torchrun alone, "
-                f"or export {', '.join(TORCHRUN)} in each process; if {name} is wrong, unset it"
-            )
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
@@ -155,36 +153,22 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         rank = int(environ["SLURM_PROCID"])
         world_size = int(environ["SLURM_NTASKS"])
         local_rank = int(environ["SLURM_LOCALID"])
-        node = int(environ["SLURM_NODEID"])
-        # A step may have fewer tasks than its job, so the step's own counts come first.
-        if "SLURM_STEP_TASKS_PER_NODE" in environ:
-            per_node = environ["SLURM_STEP_TASKS_PER_NODE"]
-        else:
-            per_node = environ["SLURM_TASKS_PER_NODE"]
+        # a step may have fewer tasks than its job
+        per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ["SLURM_TASKS_PER_NODE"]
     except KeyError as error:
         raise RuntimeError(f"the variable {error}, which srun sets, is missing") from None
-    counts = _ranks_per_node(per_node)
-    if sum(counts) != world_size:
+    count, _, _ = per_node.partition("(")  # "8(x2)": 8 ranks on each of two nodes
+    if "," in per_node or world_size % int(count):  # "8(x2),4": nodes differ
         raise RuntimeError(
-            f"Slurm counts {world_size} ranks, but {per_node} ranks per node add up to "
-            f"{sum(counts)}: start all ranks with one srun"
+            f"Slurm counts {world_size} ranks, and {per_node} on the nodes: start all ranks with "
+            "one srun, equally many on each node, as with --ntasks-per-node"
         )
-    # If ranks were numbered round-robin over the nodes, the consecutive ranks of a shard group
-    # would be on different nodes.
-    if rank != sum(counts[:node]) + local_rank:
-        raise RuntimeError(
-            f"rank {rank} is local rank {local_rank} of node {node}, with {per_node} ranks per "
-            "node, so Slurm does not number the ranks node by node: give srun "
-            "`--distribution=block`, and do not set another order of nodes or tasks"
-        )
-    if world_size == 1:
-        # It needs no port. The default below depends only on the step: if its one task is a script
-        # that starts several runs at once, all of them would take the same port.
+    local_world_size = int(count)
+    if world_size == 1:  # it needs no port, which several runs in a step would share
         return Ranks(launcher="srun")
     defaults: dict[str, str] = {}
-    if len(counts) == 1:
-        # All ranks are on one node, so the address is known. Other jobs may share the node, so the
-        # port depends on the job.
+    if local_world_size == world_size:
+        # the address is known; other jobs may share the node, so the port depends on the job
         job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
         port = 20000 + zlib.crc32(job.encode()) % 10000
         defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -197,17 +181,10 @@ def _slurm_ranks(environ: Mapping[str, str]) -> Ranks:
             "`export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) "
             "MASTER_PORT=3442` before srun"
         ) from None
-    return Ranks(rank, world_size, local_rank, counts[node], "srun", rendezvous)
+    return Ranks(rank, world_size, local_rank, local_world_size, "srun", rendezvous)
 
 
-def _ranks_per_node(text: str) -> list[int]:
-    """Read Slurm's counts: "8(x2),4" means 8, 8 and 4 ranks on three nodes."""
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, nodes = part.rstrip(")").partition("(x")
-        repeats = int(nodes) if nodes else 1
-        counts.extend([int(count)] * repeats)
-    return counts
+# --- The device
 
 
 def process_cores() -> int:
@@ -224,9 +201,8 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
-    # A single visible GPU is either this rank's own (`--gpus-per-task=1`), or the only one of a
-    # node with several ranks; in the second case all ranks take it, and NCCL raises an error. If
-    # several GPUs are visible, there must be one for each rank.
+    # A single visible GPU is this rank's own (`--gpus-per-task=1`), or NCCL raises an error. Of
+    # several there must be one for each rank.
     if 1 < count < ranks.local_world_size:
         raise ValueError(
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: "
@@ -235,15 +211,17 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
     return torch.device("cuda", 0 if count == 1 else ranks.local_rank)
 
 
+# --- The process group
+
+
 def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) -> None:
     """Start the default process group: nccl (RCCL on ROCm) for GPU tensors, gloo for CPU tensors.
 
-    RuntimeError if a rank does not join in time. Collective.
+    RuntimeError if a rank does not join in time, or for what `check_nodes` refuses. Collective.
     """
     timeout = timedelta(minutes=timeout_minutes)
     on_gpu = device.type == "cuda"
-    # Let gloo connect two ranks when they first communicate. By default it connects all pairs in
-    # a group: half a million connections for a thousand ranks, set up through rank 0's store.
+    # Let gloo connect two ranks when they first communicate. By default it connects all pairs.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Allow as many open files as possible: rank 0 still has a connection to every rank.
     with suppress(ValueError, OSError):
@@ -254,73 +232,39 @@ def init_ranks(ranks: Ranks, device: torch.device, timeout_minutes: float = 20) 
     store: dist.Store = dist.HashStore()  # enough for a single process: it opens no port
     if ranks.rendezvous:
         os.environ.update(ranks.rendezvous)
-        # With --max-restarts, torchrun's store keeps the addresses of earlier attempts.
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _use_fresh_store(ranks, timeout)
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            # torchrun's store keeps the addresses of earlier attempts: rank 0 serves a new one
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            os.environ["MASTER_PORT"] = str(int(ranks.rendezvous["MASTER_PORT"]) + 1)
         stores = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
         store, _, _ = next(stores)  # it yields (store, rank, world size)
-    with quiet_gloo():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=timeout,
-            # With a device_id, NCCL connects now, not in the first collective; a single process has
-            # nobody to connect to.
-            device_id=device if on_gpu and ranks.rendezvous else None,
-        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+        # with it NCCL connects now, not in the first collective
+        device_id=device if on_gpu and ranks.rendezvous else None,
+    )
+    check_nodes(ranks)
 
 
-def _use_fresh_store(ranks: Ranks, timeout: timedelta) -> None:
-    """Make `dist.rendezvous` use a new store for this attempt, instead of torchrun's. Collective.
+def check_nodes(ranks: Ranks) -> None:
+    """Raise RuntimeError on all ranks unless they are numbered node by node. Collective.
 
-    After a restart, torchrun's store still has the addresses of dead ranks. So all ranks set two
-    variables that `dist.rendezvous` reads. MASTER_PORT becomes a free port on rank 0's node, where
-    rank 0 will serve the new store. TORCHELASTIC_USE_AGENT_STORE becomes False: True selects
-    torchrun's store.
+    All nodes must have equally many, or shard groups would be spread over nodes, and slow.
     """
-    address = ranks.rendezvous["MASTER_ADDR"]
-    torchrun_store = dist.TCPStore(address, int(ranks.rendezvous["MASTER_PORT"]), timeout=timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    if ranks.rank == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        torchrun_store.set("port of rank 0", str(port))
-        os.environ["MASTER_PORT"] = str(port)
-        return
-    while time.monotonic() < deadline:
-        port = int(torchrun_store.get("port of rank 0"))
-        try:
-            socket.create_connection((address, port), timeout=5).close()
-        except OSError:
-            # Rank 0 starts to listen only once it reaches dist.rendezvous. Until it has set its
-            # port, `port` may also be that of an earlier attempt, on which nobody listens any more.
-            time.sleep(0.1)
-            continue
-        os.environ["MASTER_PORT"] = str(port)
-        return
-    raise RuntimeError(f"rank 0 does not answer at {address}:{port}")
-
-
-@contextmanager
-def quiet_gloo() -> Iterator[None]:
-    """Hide the line that gloo prints on stdout for every new group in torch 2.10."""
-    fixed_in_torch = torch.__version__ >= "2.11"  # comparing strings is right for 2.10 and above
-    # NCCL_DEBUG makes NCCL print to stdout too, and those lines are wanted. In a process that was
-    # started without a stdout, sys.stdout is None.
-    if fixed_in_torch or "NCCL_DEBUG" in os.environ or not sys.stdout:
-        yield
-        return
-    # gloo, in C++, writes to file descriptor 1, whatever sys.stdout is
-    stdout = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
+    on_node = ranks.local_world_size
+    misplaced = ranks.rank % on_node != ranks.local_rank
+    found = torch.tensor([on_node, -on_node, int(misplaced)])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    most, minus_fewest, any_misplaced = found.tolist()
+    if most != -minus_fewest:
+        have = f"the nodes have from {-minus_fewest} to {most} ranks"
+        raise RuntimeError(f"{have}: start equally many on each node")
+    if any_misplaced:
+        raise RuntimeError(
+            "ranks are not numbered node by node, so shard groups would be spread over nodes: give "
+            "srun `--distribution=block`, and do not set another order of nodes or tasks"
+        )

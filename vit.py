@@ -1,8 +1,7 @@
 """ViT-MAE: a vision transformer that learns by filling in removed patches (arXiv 2111.06377).
 
-The model alone: it knows nothing about ranks or files, and runs on any device. Sharding is applied
-from outside (shard.py). Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised
-model.
+The model alone: it knows nothing about ranks or files. Sharding is applied from outside (shard.py).
+Copy this one file and `ViTMAE(MODELS["base"])` is a complete, initialised model.
 
 Short names, in shapes and in code:
     B batch, C channels, H W image side in pixels, P patch side in pixels,
@@ -14,7 +13,8 @@ scalar; and "ValueError if ..." names the error that is raised.
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,8 @@ class ViTConfig:
                 )
 
 
-# These are the six sizes in table 1 of arXiv 2404.11706, plus `tiny` for a laptop. `5b` reaches its
-# published 5B parameters only with a gated MLP (three matrices instead of two): a plain MLP would
-# give it 3.8B.
+# The six sizes in table 1 of arXiv 2404.11706, and `tiny` for a laptop. `5b` reaches its published
+# 5B parameters only with a gated MLP (three matrices): a plain MLP would give it 3.8B.
 MODELS = {
     #                  width depth mlp_width heads patch
     "tiny": ViTConfig(192, 4, 768, 3, 8, decoder_width=128, decoder_depth=2, decoder_heads=4),
@@ -61,6 +60,25 @@ MODELS = {
     "5b": ViTConfig(1792, 56, 15360, 16, 14, gated_mlp=True),
     "15b": ViTConfig(5040, 48, 20160, 48, 14),
 }
+
+
+def model_config(text: str, channels: int = 3) -> ViTConfig:
+    """Return a row of MODELS by its name, or with changes: `base:depth=6,mlp_width=1536`.
+
+    ValueError for a name or a field that there is not.
+    """
+    name, _, changes = text.partition(":")
+    values: dict[str, Any] = {"channels": channels}
+    try:
+        for change in filter(None, changes.split(",")):
+            field, value = change.split("=")
+            values[field] = int(value)
+            if values[field] < 1 and field != "gated_mlp":
+                raise ValueError(f"{field} must be at least 1")
+        return replace(MODELS[name], **values)
+    except (KeyError, TypeError, ValueError) as error:
+        known = f"use {', '.join(MODELS)}, or as base:depth=6,mlp_width=1536"
+        raise ValueError(f"--model {text}: {error}; {known}") from None
 
 
 def patch_count(config: ViTConfig, img_size: int) -> int:
@@ -105,16 +123,14 @@ def flops_per_image(config: ViTConfig, img_size: int = 224, mask_ratio: float = 
     visible = count_visible(length, mask_ratio)
     patch_values = config.channels * config.patch**2
     decoder_width = config.decoder_width
-    # multiply-adds of the forward pass
+    # multiply-adds of the forward pass; 1 + patches: the cls token passes through the blocks too
     patch_embed = visible * patch_values * config.width
-    # 1 + patches: the cls token passes through the blocks too
     block = block_multiply_adds(1 + visible, config.width, config.mlp_width, config.gated_mlp)
     decoder_embed = (1 + visible) * config.width * decoder_width
     decoder_block = block_multiply_adds(1 + length, decoder_width, 4 * decoder_width)
     decoder_pred = length * decoder_width * patch_values
-    # The backward pass costs twice the forward pass: one product for the gradient of a layer's
-    # input, and one for the gradient of its weights. Images need no gradient: patch_embed costs two
-    # products, the other layers three.
+    # Backward, each layer has a product for the gradient of its input and one for that of its
+    # weights. Images need no gradient, so patch_embed costs two products, other layers three.
     blocks = config.depth * block + config.decoder_depth * decoder_block
     multiply_adds = 2 * patch_embed + 3 * (blocks + decoder_embed + decoder_pred)
     return 2 * multiply_adds  # a multiply-add is two operations
@@ -163,21 +179,37 @@ def loss_per_image(
 
     The errors of the patches are computed in fp32, their mean over removed patches in float64.
 
-    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss. The
-    trainer averages the result over its held-out images (runtime/evaluation.py).
+    `pred` and `mask` are what `ViTMAE.forward` returns for `images`, along with the batch loss.
     """
     target = reconstruction_target(patchify(images, patch), norm_pix_loss)
     error = (pred.float() - target).square().mean(dim=-1).double()  # (B, L)
     return (error * mask).sum(dim=1) / mask.sum(dim=1)
 
 
+def baseline_losses(images: Tensor, mask: Tensor, patch: int, norm_pix_loss: bool) -> Tensor:
+    """Compute what a model has to beat (2, B): the losses of predicting zero and a mean colour.
+
+    The colour, one number per channel, is the mean of the visible patches, as the loss sees them:
+    with `norm_pix_loss` each patch is normalised first, so zero stands for its own mean grey.
+    `images` (B, C, H, W) are normalised; `mask` (B, L) is 1 for a removed patch.
+    """
+    target = reconstruction_target(patchify(images, patch), norm_pix_loss)  # (B, L, P*P*C)
+    shown = (1 - mask)[..., None] / (1 - mask[0]).sum()  # all images show equally many
+    mean_patch = (target * shown).sum(1, keepdim=True)  # (B, 1, P*P*C)
+    mean_pixels = mean_patch.unflatten(-1, (-1, images.shape[1]))  # (B, 1, P*P, C)
+    mean_colour = mean_pixels.mean(2).repeat(1, 1, patch**2)  # (B, 1, P*P*C), alike in all patches
+    zero = torch.zeros_like(mean_colour)
+    losses = [
+        loss_per_image(images, guess, mask, patch, norm_pix_loss) for guess in (zero, mean_colour)
+    ]
+    return torch.stack(losses)
+
+
 def sincos_positions(width: int, side: int) -> Tensor:
     """Compute the fixed 2-D position table (1, 1 + side*side, D), fp32; entry 0, for cls, is zero.
 
     In each entry the first half of D encodes the patch's column, the second half its row. In each
-    half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)). When the
-    trainer loads weights that were trained at another image size, runtime/pretrained.py resamples
-    their table.
+    half the sines come first, then the cosines, at the frequencies 1 / 10000^(i / (D/4)).
     """
     frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
     row, column = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
@@ -189,31 +221,37 @@ def sincos_positions(width: int, side: int) -> Tensor:
     return table.float().unsqueeze(0)  # (1, 1+L, D)
 
 
+def resize_positions(table: Tensor, side: int) -> Tensor:
+    """Resample positions (1, 1+L, D) to side*side patches, bicubic (arXiv 2010.11929, 3.2)."""
+    old = math.isqrt(table.shape[1] - 1)
+    if old == side:
+        return table
+    grid = table[:, 1:].float().reshape(1, old, old, -1).permute(0, 3, 1, 2)  # (1, D, old, old)
+    grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
+    patches = grid.flatten(2).transpose(1, 2).to(table.dtype)  # (1, L, D)
+    return torch.cat([table[:, :1], patches], dim=1)
+
+
 # --- Layers. Modules and parameters are named as in the official MAE release.
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm that keeps its input's dtype, even under autocast: (B, T, D) -> (B, T, D).
-
-    It has the parameters of nn.LayerNorm, under the same names.
-    """
+    """LayerNorm that keeps its input's dtype, even under autocast: (B, T, D) -> (B, T, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
             return super().forward(x)
-        # Under autocast the weights are fp32 and x is not. On a GPU, autocast would convert x to
-        # fp32 and save that copy for backward. There is no need: the kernel computes mean and
-        # variance in fp32 whatever the dtype of x, so it is enough to cast the weights, as FSDP
-        # does.
+        # On a GPU, autocast would convert x to fp32 and save that copy for backward. The kernel
+        # computes mean and variance in fp32 whatever the dtype of x, so casting the weights is
+        # enough, as FSDP does.
         weight = self.weight.to(x.dtype)
         bias = self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-# Up to this many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: the scores
-# still fit in the caches. A step of `base` is 1.4 times as fast as with the fused kernel (Intel
-# Xeon, torch 2.15).
+# Up to so many tokens, plain attention is faster on a CPU than PyTorch's fused kernel: the scores
+# fit in the caches. A step of `base` is 1.4 times as fast (Intel Xeon, torch 2.15).
 PLAIN_ATTENTION_MAX_TOKENS = {torch.bfloat16: 320, torch.float32: 100}
 
 
@@ -244,8 +282,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         qkv = self.qkv(x).reshape(b, t, 3, self.heads, -1)  # (B, T, 3, N, E)
-        # Unbind first, then transpose each part: qkv.transpose(1, 3).unbind(2) gives the same, but
-        # its backward pass copies all three gradients.
+        # Transposing before unbinding gives the same, but its backward copies all three gradients.
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # 3 x (B, N, T, E)
         x = attend(q, k, v, self.always_fused)  # (B, N, T, E)
         return self.proj(x.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
@@ -296,7 +333,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, patch: int, width: int, channels: int = 3) -> None:
         super().__init__()
-        # A convolution, so that the weight has the same shape as in the official release.
+        # a convolution: its weight has the shape of the official release
         self.proj = nn.Conv2d(channels, width, patch, stride=patch)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -312,10 +349,7 @@ class ViTMAE(nn.Module):
     decoder_pos_embed: Tensor  # (1, 1+L, Dd)
 
     def __init__(self, config: ViTConfig, img_size: int = 224, norm_pix_loss: bool = True) -> None:
-        """Build the model and initialise it with seed 0.
-
-        On the meta device, where tensors have shapes but no memory, nothing is initialised.
-        """
+        """Build the model and initialise it with seed 0; on the meta device, build it alone."""
         super().__init__()
         length = patch_count(config, img_size)
         self.config = config
@@ -324,19 +358,17 @@ class ViTMAE(nn.Module):
 
         self.patch_embed = PatchEmbed(config.patch, config.width, config.channels)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
-        blocks = [
+        self.blocks = nn.ModuleList(
             Block(config.width, config.heads, config.mlp_width, config.gated_mlp)
             for _ in range(config.depth)
-        ]
-        self.blocks = nn.ModuleList(blocks)
+        )
         self.norm = LayerNorm(config.width, eps=1e-6)
         self.decoder_embed = nn.Linear(config.width, config.decoder_width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, config.decoder_width))
-        decoder_blocks = [
+        self.decoder_blocks = nn.ModuleList(
             Block(config.decoder_width, config.decoder_heads, 4 * config.decoder_width)
             for _ in range(config.decoder_depth)
-        ]
-        self.decoder_blocks = nn.ModuleList(decoder_blocks)
+        )
         self.decoder_norm = LayerNorm(config.decoder_width, eps=1e-6)
         self.decoder_pred = nn.Linear(config.decoder_width, config.channels * config.patch**2)
 
@@ -357,10 +389,8 @@ class ViTMAE(nn.Module):
     def encode(self, patches: Tensor, keep_ids: Tensor) -> Tensor:
         """Encode the patches whose indices are `keep_ids`: (B, L, P*P*C), (B, K) -> (B, 1+K, D)."""
         pos = self.pos_embed  # (1, 1+L, D)
-        index = keep_ids.unsqueeze(-1)  # (B, K, 1)
-        # The index is broadcast over the values of a patch, and `pos` over the batch. The selected
-        # patches are not assigned to a variable: it would keep them in memory until the function
-        # returns.
+        index = keep_ids.unsqueeze(-1)  # (B, K, 1), broadcast over the values of a patch
+        # The selected patches are not assigned to a variable, which would keep them in memory.
         x = self.patch_embed(patches.take_along_dim(index, dim=1))  # (B, K, D)
         x = x + pos[:, 1:].take_along_dim(index, dim=1).to(x.dtype)
         cls = (self.cls_token + pos[:, :1]).to(x.dtype)  # (1, 1, D)
@@ -368,18 +398,6 @@ class ViTMAE(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
-
-    def features(self, images: Tensor) -> Tensor:
-        """Encode images without removing patches: (B, C, H, W) -> tokens (B, 1+L, D), cls first.
-
-        Images must be normalised and floating-point; ValueError if they do not fit the model. Like
-        `encode` and `decode`, this needs a model that is not sharded: only `forward` works on a
-        sharded one.
-        """
-        patches = self.image_patches(images)  # (B, L, P*P*C)
-        b, length, _ = patches.shape
-        keep_all = torch.arange(length, device=images.device).expand(b, -1)  # (B, L)
-        return self.encode(patches, keep_all)
 
     def decode(self, tokens: Tensor, keep_ids: Tensor) -> Tensor:
         """Predict all patches: encoded tokens (B, 1+K, D), `keep_ids` (B, K) -> (B, L, P*P*C)."""
@@ -404,8 +422,8 @@ class ViTMAE(nn.Module):
         """Mask, encode, decode: (B, C, H, W) -> loss (), predictions (B, L, P*P*C), mask (B, L).
 
         Images must be normalised and floating-point; ValueError if they do not fit the model. The K
-        patches with the smallest `noise` (B, L) stay visible; mask is 1 for a removed patch. The
-        loss is the mean squared error over the removed patches. Loss and mask are fp32.
+        patches with the smallest `noise` (B, L) stay visible; mask is 1 for a removed patch. Loss
+        and mask are fp32.
         """
         patches = self.image_patches(images)  # (B, L, P*P*C)
         if noise is None:  # in training, data.py draws it for each image
@@ -428,18 +446,16 @@ def initial_value(
     """Return the initial fp32 value of a parameter or position table of unsharded shape `shape`.
 
     As in the official release: matrices are Xavier uniform (the patch kernel taken as a matrix
-    (D, C*P*P), qkv as one matrix). Biases are zero, except the patch embedding's, which has
-    PyTorch's default. LayerNorm weights are 1, LayerNorm biases 0. The cls and mask tokens are
-    drawn from a normal distribution with standard deviation 0.02. A GPU and a CPU draw different
-    numbers. KeyError if the last part of the name is unknown.
+    (D, C*P*P), qkv as one), biases 0, except the patch embedding's, which has PyTorch's default,
+    LayerNorm weights 1, cls and mask tokens normal with standard deviation 0.02. A GPU and a CPU
+    draw different numbers. KeyError if the last part of the name is unknown.
     """
     leaf = name.split(".")[-1]  # "weight" of "blocks.0.attn.qkv.weight"
     if leaf in ("pos_embed", "decoder_pos_embed"):  # (1, 1 + side * side, width)
         side = math.isqrt(shape[1] - 1)
         return sincos_positions(shape[-1], side).to(device)
     value = torch.empty(shape, device=device)
-    # Each name has its own generator, so a value depends neither on the order of the calls nor
-    # on the rank that draws it.
+    # a generator for each name: a value depends neither on the order of calls nor on the rank
     name_seed = zlib.crc32(f"{seed}/{name}".encode())
     generator = torch.Generator(device).manual_seed(name_seed)
     if leaf in ("cls_token", "mask_token"):

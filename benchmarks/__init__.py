@@ -2,7 +2,7 @@
 
 Run them from the top folder as `python -m benchmarks.NAME`.
 
-step: a training step against transformers. sharded: the same on several ranks against plain
-fully_shard. data: images per second against torchvision. checkpoint: saving and loading against
-plain files. gpu: all sizes on one GPU.
+step: a training step against plain PyTorch, timm and transformers, on one rank or several. data:
+images per second against torchvision. checkpoint: saving and loading against plain files. scale:
+saves of a thousand ranks, simulated. plan_speed: planned and measured steps. gpu: all on one GPU.
 """

@@ -31,7 +31,6 @@ from torchvision.transforms.v2 import functional
 import data
 import prepare
 from benchmarks import timing
-from storage import image_list
 
 SIDE = 224
 BATCH = 32
@@ -72,7 +71,7 @@ def make_tree(root: Path, images: int) -> None:
 def ours(root: str, exact: bool, workers: int, steps: int, seed: int) -> Iterable[Any]:
     """Load a tree or a pack by data.py."""
     return data.build_loader(
-        image_list.list_images(root),
+        data.scan(root),
         img_size=SIDE,
         patches=PATCHES,
         seed=seed,

@@ -1,8 +1,8 @@
-"""Check and measure everything on one GPU: `make bench-gpu`, or in two calls of ten minutes.
+"""Check and measure everything on one GPU, in nine minutes: `make bench-gpu`.
 
-    python -m benchmarks.gpu --out DIR                  # a GPU
-    python -m benchmarks.gpu --out DIR --device cpu     # the same in small, minutes
-    python -m benchmarks.gpu --out DIR --only grid saves    # some of its parts
+    python -m benchmarks.gpu --out DIR                      # a GPU
+    python -m benchmarks.gpu --out DIR --device cpu         # the same in small, a rehearsal
+    python -m benchmarks.gpu --out DIR --only sizes saves   # some of its parts
 
 Each part is a process of its own with a time limit, and each of its rows is written to rows.jsonl
 when it is known, so that a failure costs one row and a part that hangs costs its own time. DIR gets
@@ -10,228 +10,435 @@ report.md, rows.jsonl and log.txt, what the parts printed. The exit status is 1 
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import IO, Any
+from statistics import median
+from typing import Any
 
 import torch
 
+import checkpoint
+import mesh
+import plan
+import simulate
+import train_fsdp
+from benchmarks import step
+from benchmarks.gpu_matrix import Cases, Row, matrix
+
 ROOT = Path(__file__).resolve().parent.parent
-Row = dict[str, Any]
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
-COLUMNS = {  # of a table: heading and format
-    "batch": ("batch", "d"),
-    "images_per_second": ("img/s", ".1f"),
-    "tflops": ("TFLOP/s", ".1f"),
-    "mfu": ("MFU", ".1%"),
-    "step_seconds": ("step s", ".4f"),
-    "plan_seconds": ("plan s", ".4f"),
-    "host_seconds": ("host s", ".4f"),
-    "peak_gib": ("peak GiB", ".2f"),
-    "plan_gib": ("plan GiB", ".2f"),
-    "reserved_gib": ("reserved", ".2f"),
-    "first_step_seconds": ("first step s", ".1f"),
-    "ratio": ("x peer", ".2f"),
-    "matmul_tflops": ("matmul TFLOP/s", ".0f"),
-    "copy_gb_per_second": ("copy GB/s", ".0f"),
-    "difference": ("difference", ".1e"),
+TILES = "examples/tiles/train"
+
+# --- Sizes: speed, memory and the plan
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the memory of the GPU; for a rehearsal on a CPU 16 GiB."""
+    if device.type == "cpu":
+        return 16.0
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
+def machine_of(device: torch.device) -> str:
+    """Name the known machine that has this device; the empty text if there is none."""
+    known = {"H200": "dgx-h200", "H100": "dgx-h100", "A100": "dgx-a100-80", "MI250X": "frontier"}
+    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return next((machine for part, machine in known.items() if part in name), "")
+
+
+def planned(words: str, device: torch.device, world_size: int = 1) -> plan.Plan:
+    """Plan a run on this device."""
+    machine = machine_of(device)
+    words += f" --machine {machine if machine else 'dgx-h100'} --world-size {world_size}"
+    _, found = plan.read_command([*words.split(), "--memory-gib", str(memory_gib(device))])
+    return found
+
+
+def measure(words: str, most: int, device: torch.device, world_size: int = 1) -> Row:
+    """Time steps of the largest power of two up to `most` images that fit by the plan.
+
+    Of the device, of the host alone, in images/s and MFU; the first step; peak GiB.
+    """
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    its_plan = planned(f"{words} --batch 1", device, world_size)
+    fits = min(most, its_plan.max_local_batch)
+    if not fits:
+        raise ValueError("no image fits by the plan")
+    words += f" --batch {1 << (fits.bit_length() - 1)}"
+    its_plan = planned(words, device, world_size)
+    args = step.flags(words, device)
+    row: Row = {"batch": args.batch}
+    started = time.perf_counter()
+    take = step.our_step(args, device)
+    take()
+    wait()
+    row["first_seconds"] = time.perf_counter() - started
+    several(take, wait)
+    wait()
+    started = time.perf_counter()
+    take()
+    row["host_seconds"] = time.perf_counter() - started
+    row["step_seconds"] = several(take, wait)
+    row["images_per_second"] = args.batch / row["step_seconds"]
+    if machine_of(device) and world_size == 1:  # a fake process group sends nothing
+        row["mfu"] = its_plan.mfu(row["images_per_second"])
+        row["planned_seconds"] = its_plan.seconds["step"]
+    row["planned_gib"] = its_plan.peak_gib
+    if device.type == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+    if device.type == "cuda" and row["host_seconds"] > 0.9 * row["step_seconds"]:
+        row["note"] = "limited by the host"
+    return row
+
+
+def several(work: Callable[[], object], wait: Callable[[], object], count: int = 5) -> float:
+    """Time calls in one interval, so that the host may run ahead: seconds of one."""
+    wait()
+    started = time.perf_counter()
+    for _ in range(count):
+        work()
+    wait()
+    return (time.perf_counter() - started) / count
+
+
+def sizes(device_name: str) -> Cases:
+    """Measure sizes, batches, activation checkpointing and compiled blocks, on one rank."""
+    device = step.start(device_name)
+    runs = [("tiny --img-size 32", (2, 4)), ("tiny --img-size 32 --ac full", (2,))]
+    if device.type == "cuda":
+        runs = [("base", (32, 64, 128, 512)), ("huge", (128, 512)), ("1b", (128, 512))]
+        runs += [("3b", (256,)), ("1b --ac full", (512,)), ("3b --ac full", (512,))]
+        runs += [("base --compile", (32, 128, 512)), ("1b --compile", (512,))]
+    for model, most in runs:
+        words = f"--model {model} --mode ddp --precision bf16"
+        for batch in most:
+            yield f"{model} {batch}", partial(measure, words, batch, device)
+
+
+def sharded(device_name: str) -> Cases:
+    """Measure the memory, and the host's time, of one rank of eight in PyTorch's fake group."""
+    device = mesh.pick_device(device_name, mesh.read_ranks({}))
+    runs = [("tiny --img-size 32", 2)]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        runs = [("1b", 256), ("3b", 256)]
+    with simulate.fake_world(8):
+        for model, most in runs:
+            for mode in ("full_shard", "hybrid --group 4", "full_shard --fsdp 1"):
+                words = f"--model {model} --mode {mode} --precision bf16"
+                yield f"{model} {mode}", partial(measure, words, most, device, 8)
+
+
+def measured_plan(device_name: str) -> Cases:
+    """Plan with what plan.py --measure finds here, and compare the time of a step."""
+    device = step.start(device_name)
+    words = "--model tiny --img-size 32 --precision fp32 --device cpu"
+    batch = 4
+    if device.type == "cuda":
+        words = "--model base --precision bf16"
+        batch = 128
+
+    def compare() -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/here.json"
+            like = ["--machine", machine_of(device) or "dgx-h100"]
+            command("plan.py", "--measure", file, *like, *words.split(), "--batch", str(batch))
+            argv = f"{words} --batch {batch} --mode ddp --machine {file} --world-size 1"
+            _, its_plan = plan.read_command(argv.split())
+        row = measure(f"{words} --mode ddp", batch, device)
+        row["planned_seconds"] = its_plan.seconds["step"]
+        off = abs(row["planned_seconds"] / row["step_seconds"] - 1)
+        return row | {"ok": off <= 0.15 or device.type == "cpu"}
+
+    yield "a step by --measure", compare
+
+
+def offload(device_name: str) -> Cases:
+    """Time a step with --cpu-offload, and hold its pinned memory against the plan's."""
+    device = step.start(device_name)
+
+    def compare() -> Row:
+        words = "--model 1b --mode full_shard --precision bf16 --cpu-offload"
+        torch.set_num_threads(mesh.process_cores())
+        row = measure(words, 32, device)
+        its_plan = planned(f"{words} --batch 32", device)
+        row["planned_host_gib"] = plan.host_bytes(its_plan.run) / 2**30
+        row["pinned_gib"] = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30
+        return row
+
+    if device.type == "cuda":
+        yield "1b 32", compare
+    else:
+        yield "tiny", lambda: {"note": "a CPU has nothing to offload from"}
+
+
+# --- Peers, the loop, saves, the loader
+
+
+def peers(device_name: str) -> Cases:
+    """Compare a step with the peers of benchmarks.step, each row from turns in one process."""
+    device = step.start(device_name)
+    runs = ["--model tiny --img-size 32 --batch 2"]
+    repeat = 1
+    if device.type == "cuda":
+        repeat = 5
+        runs = ["--model base --batch 128", "--model base --batch 32", "--model huge --batch 64"]
+        runs.append("--model base --batch 128 --compile")
+    names = ("train_fsdp.py ddp", "plain PyTorch", "official style, timm", "transformers")
+
+    def compare(words: str) -> Row:
+        found = step.rates(names, f"{words} --precision bf16", device, rounds=4, repeat=repeat)
+        ours, *others = (median(found[name]) for name in names)
+        row = {"images_per_second": ours}
+        for name, rate in zip(("plain", "timm", "transformers"), others, strict=True):
+            row[name] = ours / rate
+        return row
+
+    for words in runs:
+        yield words, partial(compare, words)
+
+
+def command(*argv: str, stop_after: int = 0, out: str = "", status: int = 0) -> str:
+    """Run a script of the top level; return what it printed. RuntimeError for another status.
+
+    With `stop_after` the run in `out` is sent SIGUSR1 once it has logged so many steps.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=sys.stderr
+    )
+    while stop_after and process.poll() is None:
+        if sum(row["event"] == "step" for row in log_of(out)) >= stop_after:
+            process.send_signal(signal.SIGUSR1)
+            break
+        time.sleep(0.1)
+    text, _ = process.communicate()
+    if process.returncode != status:
+        raise RuntimeError(f"status {process.returncode}: {text[-200:]}")
+    return text
+
+
+def log_of(out: str) -> list[Row]:
+    """Read the log of a run, if it has one yet."""
+    path = Path(out, "log.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def loop(device_name: str) -> Cases:
+    """Run train_fsdp.py: beside its bare step, with images, stopped and resumed, out of memory."""
+    device = step.start(device_name)
+    gpu = device.type == "cuda"
+    batch = 128 if gpu else 4
+    words = "--model tiny --img-size 32 --steps 12 --workers 1 --precision fp32"
+    if gpu:
+        words = "--model base --steps 60 --workers 12 --precision bf16"
+    words += f" --mode ddp --batch {batch} --device {device.type}"
+    take = step.our_step(step.flags(words, device), device)
+    wait = torch.cuda.synchronize if gpu else lambda: None
+    several(take, wait)
+    bare = 1 / several(take, wait)
+    del take
+
+    def run(more: str) -> Row:
+        with tempfile.TemporaryDirectory() as out:
+            command("train_fsdp.py", *words.split(), *more.split(), "--out", out)
+            *_, end = log_of(out)
+        rate = end["images_per_second"]
+        return {"images_per_second": rate, "share": rate / batch / bare}
+
+    def stop_and_resume() -> Row:
+        with tempfile.TemporaryDirectory() as out:
+            more = f"--data {TILES} --log-every 1 --out {out} --mode full_shard"
+            argv = ["train_fsdp.py", *words.split(), *more.split()]
+            command(*argv, stop_after=2, out=out)
+            command(*argv)
+            ends = [row["reason"] for row in log_of(out) if row["event"] == "end"]
+        return {"note": ", ".join(ends), "ok": ends == ["signal", "done"]}
+
+    yield "one batch again and again", partial(run, "--run-mode syn")
+    yield "the same, --log-every 1", partial(run, "--run-mode syn --log-every 1")
+    yield "images", partial(run, f"--data {TILES}")
+    yield "reading alone", partial(run, f"--data {TILES} --run-mode io")
+    yield "stopped by a signal, and resumed", stop_and_resume
+    if gpu:
+        large = "--model 15b --batch 64 --steps 2 --workers 0 --run-mode syn --mode ddp"
+        argv = ["train_fsdp.py", *large.split(), "--out", f"{tempfile.gettempdir()}/out_of_memory"]
+        yield "out of memory has status 1", lambda: {"said": command(*argv, status=1)}
+
+
+def saves(device_name: str) -> Cases:
+    """Time saving and loading a checkpoint beside torch.save of the same bytes."""
+    device = step.start(device_name)
+
+    def compare(model: str) -> Row:
+        words = f"--model {model} --batch 2 --mode full_shard --precision bf16"
+        args = step.flags(words, device)
+        training = train_fsdp.build_training(args, device)
+        guard = train_fsdp.Guard(device)
+        train_fsdp.train_step(training, guard, 0, [step.draw_batch(args, device)], lr=1e-5)
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        both = training.model, training.optimizer
+        weights: Any = [*training.model.parameters()]
+        tensors = [p.to_local().cpu() for p in weights] * 3  # and AdamW's two states
+        size = sum(t.nbytes for t in tensors)
+        with tempfile.TemporaryDirectory() as folder:
+            save = several(partial(checkpoint.save, folder, 1, *both), wait, count=2)
+            saved = Path(folder, "step_00000001")
+            load = several(partial(checkpoint.load, saved, *both), wait, count=2)
+
+            def plain() -> None:
+                with open(f"{folder}/plain.pt", "wb") as file:
+                    torch.save([tensor.clone() for tensor in tensors], file)
+                    os.fsync(file.fileno())
+
+            beside = several(plain, wait, count=2)
+        row = {"step_seconds": save, "gb_per_second": size / save / 1e9, "plain": beside / save}
+        return row | {"note": f"loaded in {load:.2f} s"}
+
+    models = ("base", "1b") if device.type == "cuda" else ("tiny",)
+    for model in models:
+        yield model, partial(compare, model)
+
+
+# --- Parts, each in a process of its own
+
+PARTS: dict[str, tuple[str, int, Callable[[str], Cases]]] = {  # what it shows, seconds on a GPU
+    "matrix": ("training against plain PyTorch in fp32", 110, matrix),
+    "sizes": ("one rank, beside the plan", 150, sizes),
+    "peers": ("how many times as fast as theirs, the same batch and precision", 90, peers),
+    "sharded": ("a rank of eight, beside the plan", 50, sharded),
+    "loop": ("train_fsdp.py itself; share: of the speed of its bare step", 60, loop),
+    "saves": ("checkpoints; plain: how many times as fast as torch.save", 40, saves),
+    "offload": ("parameters on the host", 25, offload),
+    "plan": ("the plan after plan.py --measure", 40, measured_plan),
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """One process: what it shows, its limit in seconds on a GPU, its command after `python -m`."""
-
-    name: str
-    about: str
-    seconds: int
-    command: list[str]
+def add_row(folder: Path, **row: Any) -> None:
+    """Append a row to rows.jsonl, and print it."""
+    with open(folder / "rows.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    word = "PASS" if row["ok"] else "FAIL"
+    print(f"{word}  {row['part']}: {row['name']}  {row.get('error', '')}", flush=True)
 
 
-def parts(device: str, model: str) -> list[Part]:
-    """List the parts in the order of what matters most; in small for a CPU."""
-    on = ["--device", device]
-    small: list[str] = []
-    most: list[str] = []
-    large = ["--models", "1b", "3b"]
-    if device == "cpu":
-        small = ["--models", model, "--img-size", "32"]
-        most = ["--most", "2"]
-        large = small
-    checks = [*TORCHRUN, "benchmarks.gpu_checks"]
-    run = ["benchmarks.gpu_checks", "run", *on, "--model", model]
-
-    def speed(name: str, sizes: list[str]) -> list[str]:
-        return ["benchmarks.gpu_speed", name, *on, *sizes, *most]
-
-    def limit(name: str) -> list[str]:
-        return ["benchmarks.gpu_limits", name, *on, *small]
-
-    return [
-        Part("matrix", "training against plain PyTorch", 130, [*checks, "matrix", *on]),
-        Part("attention", "its kernels at our shapes", 40, limit("attention")),
-        Part("batches", "the device, the host, a plain loop", 90, limit("batches")),
-        Part("precision", "bf16 by autocast and by FSDP", 40, limit("precision")),
-        Part("run", "end to end", 150, run),
-        Part("grid", "sizes and options, one rank", 160, speed("grid", small)),
-        Part("sharded", "a rank of eight", 120, speed("sharded", large)),
-        Part("loader", "images read by workers", 60, limit("loader")),
-        Part("saves", "checkpoints", 150, limit("saves")),
-        Part("offload", "parameters on the host", 60, limit("offload")),
-        Part("peers", "beside transformers", 130, speed("peers", small)),
-        Part("loop", "train_fsdp.py itself", 70, speed("loop", small)),
-    ]
-
-
-def run_part(part: Part, limit: float, folder: Path) -> list[Row]:
-    """Run a part for at most `limit` seconds; return its rows, which are written as they come."""
-    rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        with open(folder / "rows.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-        word = "PASS" if row["ok"] else "FAIL"
-        print(f"{word}  {part.name}: {row['name']}  {row.get('error', '')}", flush=True)
-
-    def read(stream: IO[str]) -> None:
-        for line in stream:
-            if line.startswith('{"part"'):
-                add(json.loads(line))
-
-    started = time.monotonic()
-    with open(folder / "log.txt", "a") as log:
-        log.write(f"\n=== {part.name}\n")
-        log.flush()
-        process = subprocess.Popen(
-            [sys.executable, "-m", *part.command],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # so that its ranks and loaders end with it
-        )
-        assert process.stdout
-        reader = Thread(target=read, args=(process.stdout,), daemon=True)
-        reader.start()
+def run_cases(part: str, device_name: str, folder: Path) -> None:
+    """Measure the rows of a part; one that fails leaves the others alone."""
+    _, _, cases = PARTS[part]
+    for name, work in cases(device_name):
+        row: Row = {"part": part, "name": name, "ok": True}
         try:
-            status = process.wait(limit)
-            problem = f"it ended with status {status}: see log.txt" if status else ""
+            row |= work()
+        except Exception as error:
+            traceback.print_exc()
+            row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+        add_row(folder, **row)
+        gc.collect()
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def run_part(part: str, limit: float, device_name: str, folder: Path) -> None:
+    """Run a part in a process of its own for at most `limit` seconds."""
+    argv = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--device", device_name]
+    environ = dict(os.environ)
+    if part == "matrix":  # as under torchrun: such a rank binds its process group to its GPU
+        environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    started = time.monotonic()
+    problem = ""
+    with open(folder / "log.txt", "a") as log:
+        process = subprocess.Popen(
+            [*argv, "--out", str(folder)],
+            cwd=ROOT,
+            env=environ,
+            stderr=log,
+            start_new_session=True,  # so that what it starts ends with it
+        )
+        try:
+            if process.wait(limit):
+                problem = f"it ended with status {process.returncode}: see log.txt"
         except subprocess.TimeoutExpired:
             problem = f"stopped after its {limit:.0f} s"
-            process.terminate()  # torchrun ends its ranks, which are in sessions of their own
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
         with suppress(ProcessLookupError):  # all of it has ended
             os.killpg(process.pid, signal.SIGKILL)
-        reader.join(10)
-    if problem or not rows:
-        add({"part": part.name, "name": "ran to its end", "ok": False, "error": problem})
-    print(f"      {part.name}: {time.monotonic() - started:.0f} s", flush=True)
-    return rows
+    if problem:
+        add_row(folder, part=part, name="ran to its end", ok=False, error=problem)
+    print(f"      {part}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-# --- The report
-
-
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a table in Markdown, with the columns that some row has."""
-    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    yield "| " + " | ".join(["", *(COLUMNS[key][0] for key in shown), "note"]) + " |"
-    yield "|" + "---|" * (len(shown) + 2)
-    for row in rows:
-        cells = ["" if row.get(k) is None else format(row[k], COLUMNS[k][1]) for k in shown]
-        note = row.get("error", row.get("note", ""))
-        name = row["name"] if row["ok"] else f"FAIL {row['name']}"
-        yield "| " + " | ".join([name, *cells, note.replace("\n", " ")]) + " |"
-
-
-def against_plan(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield how far memory and time are from the plan, and constants for the machine's row."""
-    for part in "grid", "sharded":
-        for key, planned, what in (
-            ("peak_gib", "plan_gib", "peak memory"),
-            ("step_seconds", "plan_seconds", "step time"),
-        ):
-            own = [r for r in rows if r["part"] == part and r.get(key) and r.get(planned)]
-            off = [r[key] / r[planned] - 1 for r in own]
-            if off:
-                yield f"- {part}: {what} against the plan {min(off):+.1%} to {max(off):+.1%}"
-    rates = next((row for row in rows if row["name"] == "rates"), {})
-    best = max((row["mfu"] for row in rows if row.get("mfu")), default=None)
-    if rates:
-        yield (
-            f"- for planner/machines.py: optimizer_bytes_per_second "
-            f"{rates['copy_gb_per_second'] * 1e9:.3g}; a large matmul reaches "
-            f"{rates['matmul_tflops']:.0f} TFLOP/s"
-        )
-    if best:
-        yield f"- the best MFU, a lower bound of `efficiency` there: {best:.2f}"
-
-
-def write_report(rows: Sequence[Row], planned: Sequence[Part], device: str, path: Path) -> None:
-    """Write report.md: what failed, then a table for each part."""
-    name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+def report_lines(rows: Sequence[Row], device_name: str) -> Iterator[str]:
+    """Format report.md: what failed, how far the plan is off, then a table for each part."""
+    name = "CPU" if device_name == "cpu" else torch.cuda.get_device_name()
     failed = [f"{row['part']}: {row['name']}" for row in rows if not row["ok"]]
-    count = f"{len(rows)} rows, {len(failed)} failed"
-    if failed:
-        count += f": {', '.join(failed)}"
-    lines = [f"# {name}, torch {torch.__version__}", "", count, ""]
-    if device == "cuda":
-        lines += against_plan(rows)
-    for part in planned:
-        own = [row for row in rows if row["part"] == part.name]
-        lines += ["", f"## {part.name}: {part.about}", ""]
-        if own:
-            lines += table(own)
-        else:
-            lines.append("not run")
-    path.write_text("\n".join(lines) + "\n")
+    yield f"# {name}, torch {torch.__version__}\n"
+    yield f"{len(rows)} rows, {len(failed)} failed. {', '.join(failed)}"
+    for key, other in (("peak_gib", "planned_gib"), ("step_seconds", "planned_seconds")):
+        off = [row[key] / row[other] - 1 for row in rows if key in row and other in row]
+        if off:
+            yield f"\n{key} against the plan: {min(off):+.1%} to {max(off):+.1%}"
+    for part, (about, _, _) in PARTS.items():
+        some = [row for row in rows if row["part"] == part]
+        if not some:
+            continue
+        shown: dict[str, None] = {}  # the numbers of its rows, in their order
+        for row in some:
+            shown |= {key: None for key, value in row.items() if type(value) in (int, float)}
+        yield f"\n## {part}: {about}\n"
+        yield "| | " + " | ".join([*(key.replace("_", " ") for key in shown), "note"]) + " |"
+        yield "|" + "---|" * (len(shown) + 2)
+        for row in some:
+            cells = [f"{row[key]:.4g}" if key in row else "" for key in shown]
+            note = str(row.get("error", row.get("note", ""))).replace("\n", " ")
+            title = row["name"] if row["ok"] else f"FAIL {row['name']}"
+            yield "| " + " | ".join([title, *cells, note]) + " |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts and write the report after each of them."""
     parser = argparse.ArgumentParser(description="Check and measure everything on one GPU.")
     add = parser.add_argument
-    add("--out", default="out/bench-gpu", metavar="DIR")
+    add("--out", type=Path, default=Path("out/bench-gpu"), metavar="DIR")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--model", help="of the run from end to end (default base; on a CPU tiny)")
-    add("--minutes", type=float, default=20, help="start no part later than this (default 20)")
-    add("--only", nargs="+", metavar="PART", help="some of the parts")
+    add("--minutes", type=float, default=9, help="start no part later than this (default 9)")
+    add("--only", nargs="+", choices=PARTS, default=[*PARTS], help="some of the parts")
+    add("--part", choices=PARTS, help="what the processes do that this one starts")
     args = parser.parse_args(argv)
     gpu = args.device != "cpu" and torch.cuda.is_available()
+    device_name = "cuda" if gpu else "cpu"
     if args.device == "cuda" and not gpu:
         parser.error("no GPU is visible: --device cpu runs all of it in small")
-    device = "cuda" if gpu else "cpu"
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.jsonl").write_text("")
-    (folder / "log.txt").write_text("")
-    model = "base" if gpu else "tiny"
-    if args.model:
-        model = args.model
-    chosen = parts(device, model)
+    if args.part:
+        run_cases(args.part, device_name, args.out)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in ("rows.jsonl", "log.txt"):
+        (args.out / name).write_text("")
+    ends = time.monotonic() + 60 * args.minutes
     if gpu:  # what a new machine reads from its disk once counts for no part
         subprocess.run([sys.executable, "-c", "import torch, triton, torchvision"], check=False)
     rows: list[Row] = []
-    ends = time.monotonic() + 60 * args.minutes
-    for part in chosen:
-        if args.only and part.name not in args.only:
-            continue
+    for part in args.only:
+        _, seconds, _ = PARTS[part]
         left = ends - time.monotonic()
-        if left > 5:
-            rows += run_part(part, min(part.seconds, left) if gpu else left, folder)
-        write_report(rows, chosen, device, folder / "report.md")
-    print(f"{folder}/report.md", flush=True)
+        if left > 5 or not gpu:
+            run_part(part, min(seconds, left) if gpu else 1200, device_name, args.out)
+        rows = [json.loads(line) for line in (args.out / "rows.jsonl").read_text().splitlines()]
+        lines = report_lines(rows, device_name)
+        (args.out / "report.md").write_text("\n".join(lines) + "\n")
+    print(f"{args.out}/report.md")
     return int(not rows or any(not row["ok"] for row in rows))
 
 

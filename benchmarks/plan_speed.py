@@ -1,222 +1,150 @@
 """Compare planned with measured step times on the CPU cores of this machine.
 
-    python -m benchmarks.plan_speed           # 1, 2 and 4 ranks, about eight minutes
+    python -m benchmarks.plan_speed           # 1, 2 and 4 ranks; about ten minutes when idle
     python -m benchmarks.plan_speed --ranks 2
 
-For each number of ranks `plan.py --measure` measures the machine, then train_fsdp.py's step is
-timed in every row and planned with what was measured. The table has the error of each row, its
-summary the median and the worst of them, and how many pairs of modes of one model and batch, whose
-measured times differ by more than 20 %, are planned in the right order.
+For each number of ranks `plan.py --measure` measures each model of the table at its batch, then
+train_fsdp.py's step is timed in every row and planned with what was measured. The summary has the
+median and the worst error, and how many pairs of modes of one model and batch, whose measured times
+differ by more than 20 %, are planned in the right order.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import machines
 import mesh
+import plan
 import train_fsdp
-from planner.estimate import Plan
-from planner.machines import read_machine
-from planner.traffic import PlannedRun
-from runtime.agreement import StepGuard
-from runtime.config import Config, fill_defaults
-from runtime.run import Run, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-MODES = ("ddp", "zero1", "shard_grad_op", "full_shard", "hybrid")
-SMALL_BASE = "base:depth=2,decoder_depth=1"
-WARM_UP = 3
-DIFFERENCE = 1.2  # of two times whose order counts
+MODES = ("ddp", "zero1", "shard_grad_op", "full_shard", "hybrid --group 2")
+BASE = "--model base:depth=2,decoder_depth=1"
+WARM_UP = 4
+ROUNDS = 9
+# for so many ranks: flags of the model, and those of its rows
+CASES = {
+    1: {
+        "--model tiny --img-size 64 --batch 16": ["ddp"],
+        "--model tiny --img-size 96 --batch 16": ["ddp"],
+        "--model tiny --img-size 224 --batch 4": ["ddp"],
+        f"{BASE} --img-size 64 --batch 16": ["ddp --accum 2"],
+        f"{BASE} --img-size 224 --batch 4": ["ddp"],
+    },
+    2: {
+        "--model tiny --img-size 64 --batch 8": MODES,
+        f"{BASE} --img-size 128 --batch 4": MODES,
+        "--model tiny --img-size 160 --batch 2": ["ddp", "hybrid --group 2"],
+        "--model tiny --img-size 96 --batch 4": ["ddp --accum 2", "full_shard --accum 2"],
+    },
+    4: {
+        "--model tiny --img-size 64 --batch 8": MODES,
+        f"{BASE} --img-size 64 --batch 4": MODES,
+        "--model tiny --img-size 160 --batch 2": ["ddp", "hybrid --group 2"],
+        "--model tiny --img-size 96 --batch 4": ["ddp --accum 2", "full_shard --accum 2"],
+    },
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: a run that is timed and planned."""
-
-    ranks: int
-    model: str
-    img_size: int
-    batch: int
-    mode: str
-    accum: int = 1
-
-
-def all_cases(ranks: int) -> list[Case]:
-    """List the rows of so many ranks."""
-    if ranks == 1:
-        shapes = (
-            ("tiny", 64, 16, 1),
-            ("tiny", 96, 16, 1),
-            ("tiny", 224, 4, 1),
-            (SMALL_BASE, 64, 16, 2),
-            (SMALL_BASE, 224, 4, 1),
-        )
-        return [Case(1, model, side, batch, "ddp", accum) for model, side, batch, accum in shapes]
-    found = []
-    for mode in MODES:
-        found.append(Case(ranks, "tiny", 64, 8, mode))
-        found.append(Case(ranks, SMALL_BASE, 128 if ranks == 2 else 64, 4, mode))
-    found.append(Case(ranks, "tiny", 160, 2, "ddp"))
-    found.append(Case(ranks, "tiny", 160, 2, "hybrid"))
-    found.append(Case(ranks, "tiny", 96, 4, "ddp", 2))
-    found.append(Case(ranks, "tiny", 96, 4, "full_shard", 2))
-    return found
-
-
-# --- On each rank
-
-
-def resolved(case: Case) -> Run:
-    """Make the run of a row; hybrid groups have two ranks."""
-    config = Config(
-        case.model,
-        img_size=case.img_size,
-        mode=case.mode,
-        group=2 if case.mode == "hybrid" else None,
-        batch=case.batch,
-        accum=case.accum,
-        device="cpu",
-        precision="fp32",
-    )
-    return resolve(fill_defaults(config), case.ranks, case.ranks)
-
-
-def step_seconds(run: Run, grid: Any, rounds: int) -> float:
+def step_seconds(args: argparse.Namespace) -> float:
     """Time steps of the trainer -> the median in seconds. Collective."""
     device = torch.device("cpu")
-    training = train_fsdp.build_training(run, grid)
-    guard = StepGuard(device)
-    side = run.config.img_size
-    images = torch.randint(0, 256, (run.local_batch, 3, side, side), dtype=torch.uint8)
-    batches = [(images, torch.rand(run.local_batch, run.patches))] * run.config.accum
+    training = train_fsdp.build_training(args, device)
+    guard = train_fsdp.Guard(device)
+    shape = (args.batch, 3, args.img_size, args.img_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+    batches = [(images, torch.rand(args.batch, args.patches))] * args.accum
     seconds = []
-    for _ in range(WARM_UP + rounds):
+    for step in range(WARM_UP + ROUNDS):
         start = time.perf_counter()
-        train_fsdp.train_step(training, guard, batches, lr=1e-5)
-        guard.read_results()
+        train_fsdp.train_step(training, guard, step, batches, lr=1e-5)
         seconds.append(time.perf_counter() - start)
     return median(seconds[WARM_UP:])
 
 
-def planned_seconds(run: Run, machine_file: str) -> dict[str, float]:
-    """Plan the times of a run on a machine that was measured."""
-    planned = PlannedRun.from_flags(run.vit_config, run.record())
-    return Plan(planned, read_machine(machine_file)).seconds
-
-
-def time_cases(ranks: int, machine_file: str, rounds: int) -> None:
+def time_rows(machine_file: str) -> None:
     """Time and plan all rows of these ranks; rank 0 prints them as JSON. Collective."""
     torch.set_num_threads(1)
-    place = mesh.read_ranks(os.environ)
-    device = torch.device("cpu")
-    mesh.init_ranks(place, device)
-    grids: dict[tuple[int, ...], Any] = {}
-    for case in all_cases(ranks):
-        run = resolved(case)
-        if run.mesh_shape not in grids:
-            grids[run.mesh_shape] = mesh.build_mesh(run.mesh_shape, device)
-        measured = step_seconds(run, grids[run.mesh_shape], rounds)
-        row = asdict(case) | {"measured": measured}
-        row["planned"] = planned_seconds(run, machine_file)
-        if place.rank == 0:
-            print(json.dumps(row), flush=True)
-        gc.collect()
+    ranks = mesh.read_ranks(os.environ)
+    mesh.init_ranks(ranks, torch.device("cpu"))
+    machine = machines.read_machine(machine_file)
+    for model, modes in CASES[ranks.world_size].items():
+        for mode in modes:
+            flags = f"{model} --mode {mode}"
+            args = train_fsdp.parse_flags([*flags.split(), "--precision", "fp32"])
+            train_fsdp.complete(args, ranks.world_size, ranks.world_size, "cpu")
+            run = plan.PlannedRun.from_flags(train_fsdp.model_config(args), vars(args))
+            row = {"ranks": ranks.world_size, "model": model, "mode": mode}
+            row |= {"planned": plan.step_time(run, machine), "measured": step_seconds(args)}
+            if ranks.rank == 0:
+                print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
-# --- In the process that starts them
-
-
-def start_ranks(ranks: int, *words: str) -> str:
-    """Run a command on so many ranks of this machine, a thread each; return what it printed."""
+def start_ranks(ranks: int, words: list[str]) -> list[dict]:
+    """Run a command on so many ranks, a thread each; return the JSON objects that it printed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(ranks), *words]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}")
-    return done.stdout
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", str(ranks), *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def measure_and_time(ranks: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Measure the machine with so many ranks, then time and plan their rows."""
-    machine_file = str(folder / f"cpu-{ranks}.json")
-    start = time.perf_counter()
-    start_ranks(ranks, "plan.py", "--measure", machine_file, "--device", "cpu")
-    print(f"measured {ranks} ranks in {time.perf_counter() - start:.0f} s", flush=True)
-    words = ("--inside", machine_file, "--rounds", str(rounds))
-    lines = start_ranks(ranks, "-m", "benchmarks.plan_speed", *words).splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Format all rows: measured and planned milliseconds, the parts of the plan, the error."""
-    head = f"{'ranks':>5} {'model':30}{'px':>4}{'batch':>6}{'accum':>6} {'mode':14}"
-    head += f"{'ms':>8}{'plan':>8}{'compute':>9}{'exposed':>9}{'update':>8}{'error':>8}"
-    lines = [head]
-    for row in rows:
-        parts = {name: 1000 * seconds for name, seconds in row["planned"].items()}
-        shape = f"{row['ranks']:5} {row['model']:30}{row['img_size']:4}{row['batch']:6}"
-        times = f"{1000 * row['measured']:8.0f}{parts['step']:8.0f}{parts['compute']:9.0f}"
-        times += f"{parts['exposed']:9.0f}{parts['optimizer']:8.0f}"
-        lines.append(f"{shape}{row['accum']:6} {row['mode']:14}{times}{error_of(row):+8.0%}")
-    return lines
-
-
-def error_of(row: dict[str, Any]) -> float:
-    """Return the relative error of a planned step."""
-    return row["planned"]["step"] / row["measured"] - 1
-
-
-def pairs_in_order(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Count the pairs of modes that are planned in the right order, and all whose order counts."""
-    right = 0
-    every = 0
-    keys = ("ranks", "model", "img_size", "batch", "accum")
-    for one, other in itertools.combinations(rows, 2):
-        if any(one[key] != other[key] for key in keys):
-            continue
-        fast, slow = sorted((one, other), key=lambda row: row["measured"])
-        if slow["measured"] > DIFFERENCE * fast["measured"]:
-            every += 1
-            right += slow["planned"]["step"] > fast["planned"]["step"]
-    return right, every
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print the table and its summary."""
     parser = argparse.ArgumentParser(description="Compare planned with measured step times.")
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    add("--rounds", type=int, default=9, help="steps of each row (default 9)")
-    add("--out", type=Path, default=Path("out/plan-speed"), help="for the machine files")
-    add("--inside", metavar="FILE", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=CASES)
+    parser.add_argument("--out", type=Path, default=Path("out/plan-speed"), help="machine files")
+    parser.add_argument("--inside", metavar="FILE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.inside:
-        time_cases(int(os.environ["WORLD_SIZE"]), args.inside, args.rounds)
+        time_rows(args.inside)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for ranks in args.ranks:
-        rows += measure_and_time(ranks, args.out.resolve(), args.rounds)
-    print(*table_lines(rows), sep="\n")
-    errors = [abs(error_of(row)) for row in rows]
-    right, every = pairs_in_order(rows)
-    print(f"{len(rows)} rows: error {median(errors):.0%} in the median, {max(errors):.0%} at worst")
-    print(f"modes that differ by more than 20 %: {right} of {every} pairs in the right order")
+        file = args.out.resolve() / f"cpu-{ranks}.json"
+        file.unlink(missing_ok=True)
+        for model in CASES[ranks]:
+            start = time.perf_counter()
+            start_ranks(
+                ranks, ["plan.py", "--measure", str(file), "--device", "cpu", *model.split()]
+            )
+            print(f"measured {ranks} ranks, {model}, in {time.perf_counter() - start:.0f} s")
+        rows += start_ranks(ranks, ["-m", "benchmarks.plan_speed", "--inside", str(file)])
+    errors = []
+    for row in rows:
+        step, *parts = (
+            1000 * row["planned"][part] for part in ("step", "compute", "exposed", "optimizer")
+        )
+        errors.append(step / 1000 / row["measured"] - 1)
+        print(f"{row['ranks']} ranks {row['model']:55} {row['mode']:18}", end=" ")
+        print(f"{1000 * row['measured']:.0f} ms, planned {step:.0f}, {errors[-1]:+.0%};", end=" ")
+        print("compute {:.0f}, exposed {:.0f}, update {:.0f}".format(*parts))
+    sizes = [abs(error) for error in errors]
+    print(f"{len(rows)} rows: error {median(sizes):.0%} in the median, {max(sizes):.0%} at worst")
+    ordered = []
+    for one, other in itertools.combinations(rows, 2):
+        fast, slow = sorted((one, other), key=lambda row: row["measured"])
+        alike = one["ranks"] == other["ranks"] and one["model"] == other["model"]
+        if alike and slow["measured"] > 1.2 * fast["measured"]:
+            ordered.append(slow["planned"]["step"] > fast["planned"]["step"])
+    print(f"modes that differ by more than 20 %: {sum(ordered)} of {len(ordered)} pairs in order")
 
 
 if __name__ == "__main__":

@@ -1,115 +1,261 @@
-"""Compare a training step with that of transformers' ViT-MAE: images per second and memory.
+"""Compare a training step with its peers: images per second in one run, in turns.
 
-    python -m benchmarks.step --model base --batch 8 --threads 2                # CPU
+    python -m benchmarks.step --model base --batch 8 --threads 2                    # CPU
     python -m benchmarks.step --device cuda --batch 128 --precision bf16 --compile
+    torchrun --nproc-per-node 2 -m benchmarks.step --model tiny --img-size 96 --batch 32
 
-Both have the same shapes, batch, precision (bf16: autocast over fp32 weights) and fused AdamW. That
-both compute the same loss and gradients, tests/test_vit.py shows. Ours is the whole step of
-train_fsdp.py in one process, with gradient norm and a check for bad values. Memory is the peak of a
-separate process (CPU: resident; GPU: allocated) above what it held before the model. With
---compile, transformers' model is compiled whole, ours block by block as in training.
+All have the same shapes, batch and precision (bf16 is autocast over fp32 weights, or FSDP's) and a
+fused AdamW. Ours is the whole step of train_fsdp.py, with gradient norm and vote on bad values.
+Beside it: our model with nothing but PyTorch (in DDP on several ranks); the same with timm's blocks
+in a loop that reads each loss, as the official MAE code has it; transformers' ViT-MAE. On several
+ranks also full_shard beside a plain fully_shard of each block. With --compile,
+transformers' model is compiled whole, all others block by block.
 """
 
 import argparse
+import itertools
 import os
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import data
 import mesh
+import train_fsdp
 import vit
-from benchmarks import peers, plain, timing
-from runtime.config import Config
+from benchmarks import timing
 
-OURS = "train_fsdp.py"
-THEIRS = "transformers"
+Step = Callable[[], None]
+TABLES = {  # base of the ratios: what is compared with it
+    "plain PyTorch": ("train_fsdp.py ddp", "official style, timm", "transformers"),
+    "fully_shard": ("train_fsdp.py full_shard",),
+}
+
+# --- Steps
 
 
-def device_of(config: Config) -> torch.device:
-    """Choose the device, and make this process the only rank."""
-    ranks = mesh.read_ranks({})
-    device = mesh.pick_device(config.device, ranks)
+def flags(words: str, device: torch.device) -> Namespace:
+    """Read the flags of train_fsdp.py, as for a run on these ranks."""
+    args = train_fsdp.parse_flags(words.split())
+    world_size = dist.get_world_size()
+    train_fsdp.complete(args, world_size, world_size, device.type)
+    return args
+
+
+def draw_batch(args: Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw one rank's images (B, C, H, W) uint8 and masking noise (B, L)."""
+    shape = (args.batch, args.channels, args.img_size, args.img_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+    return images.to(device), torch.rand(args.batch, args.patches).to(device)
+
+
+def our_step(args: Namespace, device: torch.device) -> Step:
+    """Make a step of train_fsdp.py, with all that its loop does in one."""
+    training = train_fsdp.build_training(args, device)
+    guard = train_fsdp.Guard(device)
+    batch = draw_batch(args, device)
+    numbers = itertools.count()
+
+    def step() -> None:
+        train_fsdp.train_step(training, guard, next(numbers), [batch], lr=1e-5)
+        for _ in guard.results.read(wait=False):
+            pass
+
+    return step
+
+
+def plain_step(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    parameters: Iterable[Tensor],
+    args: Namespace,
+    device: torch.device,
+    official: bool = False,
+) -> Step:
+    """Make a step with nothing but PyTorch: autocast, forward, backward, fused AdamW.
+
+    `loss_of` takes normalised images (B, C, H, W) and noise (B, L). An `official` loop reads the
+    loss and waits for the GPU in each step.
+    """
+    images, noise = draw_batch(args, device)
+    trained = [p for p in parameters if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), fused=True)
+    dtype = train_fsdp.DTYPES[args.precision]
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = loss_of(data.normalize(images), noise)
+        if official and not loss.isfinite().item():
+            raise RuntimeError("the loss is not finite")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if official and device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """Put a model into DDP if there are several ranks."""
+    if dist.get_world_size() == 1:
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def our_model(args: Namespace, device: torch.device, timm: bool = False) -> nn.Module:
+    """Build our model, perhaps with timm's blocks as in the official code; compile its blocks."""
+    config = vit.MODELS[args.model]
+    model = vit.ViTMAE(config, args.img_size)
+    if timm:
+        from timm.models.vision_transformer import Block
+
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        for blocks, width, heads, hidden in (
+            (model.blocks, config.width, config.heads, config.mlp_width),
+            (model.decoder_blocks, config.decoder_width, config.decoder_heads, 0),
+        ):
+            ratio = hidden / width if hidden else 4.0
+            for i in range(len(blocks)):
+                blocks[i] = Block(width, heads, ratio, qkv_bias=True, norm_layer=norm)
+    for block in [*model.blocks, *model.decoder_blocks]:
+        if args.compile:
+            block.compile()
+    return model.to(device)
+
+
+def transformers_mae(config: vit.ViTConfig, img_size: int) -> nn.Module:
+    """Build Hugging Face's model, with attention by scaled_dot_product_attention."""
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    options = ViTMAEConfig(
+        hidden_size=config.width,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.heads,
+        intermediate_size=config.mlp_width,
+        patch_size=config.patch,
+        num_channels=config.channels,
+        image_size=img_size,
+        decoder_hidden_size=config.decoder_width,
+        decoder_num_hidden_layers=config.decoder_depth,
+        decoder_num_attention_heads=config.decoder_heads,
+        decoder_intermediate_size=4 * config.decoder_width,
+        layer_norm_eps=1e-6,
+        norm_pix_loss=True,
+        mask_ratio=0.75,
+        attn_implementation="sdpa",
+    )
+    return ViTMAEForPreTraining(options)
+
+
+def make_step(name: str, words: str, device: torch.device) -> Step:
+    """Make the step of a contestant of TABLES, with these flags of train_fsdp.py."""
+    if name.startswith("train_fsdp.py"):
+        _, mode = name.split()
+        return our_step(flags(f"{words} --mode {mode}", device), device)
+    args = flags(f"{words} --mode ddp", device)
+    if name == "transformers":
+        theirs = transformers_mae(vit.MODELS[args.model], args.img_size).to(device)
+        if args.compile:
+            theirs.compile()
+        network = replicated(theirs)
+
+        def loss_of(images: Tensor, noise: Tensor) -> Tensor:
+            return network(pixel_values=images, noise=noise).loss
+    else:
+        network = our_model(args, device, timm=name.endswith("timm"))
+        if name == "fully_shard":
+            for block in [*network.blocks, *network.decoder_blocks]:
+                fully_shard(block)
+            fully_shard(network)
+        else:
+            network = replicated(network)
+
+        def loss_of(images: Tensor, noise: Tensor) -> Tensor:
+            loss, _, _ = network(images, args.mask_ratio, noise)
+            return loss
+
+    return plain_step(loss_of, network.parameters(), args, device, official="official" in name)
+
+
+# --- Measuring
+
+
+def start(device_name: str) -> torch.device:
+    """Choose the device, and join the ranks of torchrun, or be the only one."""
+    ranks = mesh.read_ranks({} if "RANK" not in os.environ else os.environ)
+    device = mesh.pick_device(device_name, ranks)
     if not dist.is_initialized():
         mesh.init_ranks(ranks, device)
     return device
 
 
-def build(name: str, config: Config, device: torch.device) -> Callable[[], None]:
-    """Build a contestant's step."""
-    if name == OURS:
-        return plain.train_fsdp_step(config, device)
-    model = peers.transformers_mae(vit.MODELS[config.model], config.img_size).to(device)
-    if config.compile:
-        model.compile()
-    return peers.transformers_step(model, config, device)
-
-
-def measure(config: Config, rounds: int) -> dict[str, list[float]]:
-    """Time each round of each contestant -> images per second."""
+def rates(
+    names: Sequence[str], words: str, device: torch.device, rounds: int, repeat: int = 1
+) -> dict[str, list[float]]:
+    """Time `repeat` steps of each contestant in turns -> images per second of each round."""
     torch._dynamo.reset()
-    device = device_of(config)
-    steps = {name: build(name, config, device) for name in (OURS, THEIRS)}
-    for step in (*steps.values(), *steps.values()):
-        step()  # memory, threads and compiled code are there from here on
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rates = defaultdict(list)
+    steps = {name: make_step(name, words, device) for name in names}
+    for step in [*steps.values()] * 3:
+        step()  # memory, threads, compiled code and DDP's buckets are there from here on
+    batch = flags(words, device).batch * dist.get_world_size()
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def several(step: Step) -> None:
+        for _ in range(repeat):
+            step()
+
+    found = defaultdict(list)
     for name in timing.turns([*steps], rounds):
-        assert config.batch
-        rates[name].append(config.batch / timing.seconds_of(steps[name], wait))
-    return rates
-
-
-def peak_memory(name: str, config: Config) -> float:
-    """Measure the peak memory of a contestant's steps, in GiB."""
-    before = timing.resident("VmRSS")
-    device = device_of(config)
-    step = build(name, config, device)
-    step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        timing.reset_peak()
-    step()
-    step()
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return (timing.resident("VmHWM") - before) / 2**30
-
-
-def in_new_process(name: str, config: Config) -> float:
-    """Call `peak_memory` where the C library (glibc) returns freed memory at once."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    threads = torch.get_num_threads()
-    with get_context("spawn").Pool(1, torch.set_num_threads, (threads,)) as pool:
-        return pool.apply(peak_memory, (name, config))
+        seconds = timing.seconds_of(partial(several, steps[name]), wait)
+        found[name].append(repeat * batch / seconds)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print two tables for each precision."""
-    parser = argparse.ArgumentParser(description="Compare a step with transformers' ViT-MAE.")
+    """Print the tables of each precision."""
+    parser = argparse.ArgumentParser(description="Compare a training step with its peers.")
     add = parser.add_argument
     add("--model", choices=vit.MODELS, default="base")
     add("--img-size", type=int, default=224, metavar="PIXELS")
-    add("--batch", type=int, default=8, metavar="IMAGES")
+    add("--batch", type=int, default=8, metavar="IMAGES", help="per rank")
     add("--rounds", type=int, default=6, help="per contestant (default 6)")
-    add("--threads", type=int, default=2, help="CPU threads (default 2)")
+    add("--repeat", type=int, default=1, help="steps in one interval, 5 for a GPU (default 1)")
+    add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     add("--compile", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    shapes = {key: getattr(args, key) for key in ("model", "img_size", "batch", "device")}
-    print(", ".join(f"{key} {value}" for key, value in vars(args).items()))
+    device = start(args.device)
+    tables = TABLES
+    if dist.get_world_size() == 1:
+        tables = {"plain PyTorch": TABLES["plain PyTorch"]}
+    names = [*tables]
+    for others in tables.values():
+        names += others
     for precision in args.precision:
-        config = Config(**shapes, mode="ddp", precision=precision, compile=args.compile)
-        memory = {name: [in_new_process(name, config)] for name in (OURS, THEIRS)}
-        print(
-            timing.table(f"a step in {precision}", "images/s", measure(config, args.rounds), THEIRS)
-        )
-        print(timing.table(f"its memory in {precision}", "GiB", memory, THEIRS), flush=True)
+        words = f"--model {args.model} --img-size {args.img_size} --batch {args.batch}"
+        words += f" --precision {precision} --device {device.type}"
+        if args.compile:
+            words += " --compile"
+        found = rates(names, words, device, args.rounds, args.repeat)
+        for base, others in tables.items():
+            rows = {name: found[name] for name in (*others, base)}
+            title = f"{args.model}, {precision}, batch {args.batch}"
+            if dist.get_rank() == 0:
+                print(timing.table(title, "images/s", rows, base), flush=True)
     dist.destroy_process_group()
 
 

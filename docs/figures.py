@@ -4,7 +4,7 @@
     python docs/figures.py stages groups      # some of them
     python docs/figures.py units out/profile/rank_00000.json.gz    # a trace of --profile
 
-The others are drawn from the plan, the mesh and an image. Colours are those of a style sheet for
+The pictures that never change are in docs/guide already. Colours are those of a style sheet for
 colour-blind readers; hatches say the same in grey.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -25,16 +24,11 @@ sys.path.insert(0, str(HERE.parent))
 from matplotlib import style  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Rectangle  # noqa: E402
-from PIL import Image  # noqa: E402
 
 import plan  # noqa: E402
-import vit  # noqa: E402
-from planner.estimate import Plan  # noqa: E402
-from planner.machines import LINKS, wire_bytes  # noqa: E402
-from planner.memory import GIB, MEMORY_PARTS  # noqa: E402
-from planner.traffic import link_bytes  # noqa: E402
-from sweeps.report import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
+from machines import LINKS  # noqa: E402
+from plan import GIB, MEMORY_PARTS, Plan, link_bytes  # noqa: E402
+from sweep import RC_PARAMS, STYLE_SHEET, device_axis  # noqa: E402
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo", "++")
 EDGE: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.6}
@@ -43,7 +37,6 @@ LOOKS: dict[str, dict[str, str]] = {
     part: {"color": f"C{i}", "hatch": hatch}
     for i, (part, hatch) in enumerate(zip(MEMORY_PARTS, HATCHES, strict=True))
 }
-ARROW: dict[str, Any] = {"arrowprops": {"arrowstyle": "-|>", "color": "black"}}
 
 
 def new_figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tuple[Figure, list]:
@@ -67,159 +60,6 @@ def stack(panel: Axes, labels: Sequence[str], parts: dict[str, list[float]]) -> 
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     panel.grid(axis="x", visible=False)
     panel.set_ylim(0, 1.12 * max(bottom))
-
-
-# --- What happens: to an image, in a collective, who is in which group
-
-
-def draw_mae() -> Figure:
-    """Draw a tile on its way through a masked autoencoder."""
-    patch = 16  # pixels
-    side = 6  # patches
-    with Image.open(HERE.parent / "examples/tiles/train/islands/islands_aegean_01.jpg") as tile:
-        pixels = np.array(tile.convert("RGB").resize((side * patch, side * patch)))
-    images = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # (1, C, H, W)
-    patches = vit.patchify(images, patch).reshape(-1, patch, patch, 3).numpy()
-    everything = range(side * side)
-    order = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
-    visible = order[:9].tolist()
-    columns = (  # title, patches in a row, patches shown, what stands in a removed one
-        ("an image, cut into patches", side, everything, ""),
-        ("75 % are removed", side, visible, ""),
-        ("the encoder\nsees these", 1, range(len(visible)), ""),
-        ("the decoder predicts each ?", side, visible, "?"),
-    )
-    figure, panels = new_figure(9.2, 2.9, 4, width_ratios=(6, 6, 2, 6))
-    for panel, (title, width, shown, mark) in zip(panels, columns, strict=True):
-        height = side if width > 1 else len(visible)
-        panel.set_axis_off()
-        panel.set_title(title, fontsize=9)
-        for place in range(width * height):
-            y, x = divmod(place, width)
-            panel.add_patch(Rectangle((x, y), 1, 1, facecolor="#bbbbbb", **EDGE))
-            if place in shown:
-                image = patches[place if width > 1 else visible[place]]
-                panel.imshow(image, extent=(x, x + 0.95, y + 0.95, y), zorder=3)
-            else:
-                panel.text(x + 0.5, y + 0.5, mark, ha="center", va="center")
-        panel.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
-    return figure
-
-
-OWN = "aaaa bbbb cccc dddd"
-SUMS = "++++ ++++ ++++ ++++"
-PART_OF_SUM = "+... .+.. ..+. ...+"
-COLLECTIVES = (  # name, where it is used, what each of four ranks has before and after
-    ("broadcast", "ZeRO-1: new\nparameters", "aaaa .... .... ....", "aaaa aaaa aaaa aaaa"),
-    ("all-reduce", "DDP: gradients", OWN, SUMS),
-    ("all-gather", "FSDP: parameters", "a... .b.. ..c. ...d", "abcd abcd abcd abcd"),
-    ("reduce-scatter", "FSDP: gradients", OWN, PART_OF_SUM),
-)
-
-
-def draw_collectives() -> Figure:
-    """Draw four collectives of four ranks, before and after, with the bytes of a ring."""
-    figure, (panel,) = new_figure(6.6, 6.2)
-    for i, (name, use, *states) in enumerate(COLLECTIVES):
-        top = -5.2 * i
-        panel.text(0, top - 0.9, name, weight="bold", fontsize=10, va="center")
-        panel.text(0, top - 2.0, use, va="center")
-        sent = wire_bytes(name.replace("-", "_"), 1, ranks=4)
-        panel.text(0, top - 3.3, f"{sent:g} S per rank", va="center")
-        panel.annotate("", (12.5, top - 2), (10.8, top - 2), **ARROW)
-        for left, state in zip((6.5, 12.8), states, strict=True):
-            for rank, cells in enumerate(state.split()):
-                y = top - rank - 0.85
-                panel.text(6.3, y + 0.38, f"rank {rank}", fontsize=7, ha="right", va="center")
-                for part, owner in enumerate(cells):
-                    color = f"C{'abcd'.index(owner)}" if owner in "abcd" else "white"
-                    look = EDGE | {"facecolor": color, "linestyle": ":" if owner == "." else "-"}
-                    panel.add_patch(Rectangle((left + part, y), 0.95, 0.8, alpha=0.75, **look))
-                    text = {".": "", "+": f"sum{part}"}.get(owner, f"{owner}{part}")
-                    middle = (left + part + 0.47, y + 0.38)
-                    panel.text(*middle, text, ha="center", va="center", fontsize=8)
-    panel.text(8.5, 0.5, "before", ha="center")
-    panel.text(14.8, 0.5, "after", ha="center")
-    panel.set(xlim=(-0.2, 17), ylim=(-5.2 * len(COLLECTIVES) + 0.9, 1.2))
-    panel.set_axis_off()
-    figure.suptitle(
-        "4 ranks; bytes that a rank sends in a ring, on average, of a tensor of S bytes"
-    )
-    return figure
-
-
-def draw_zero() -> Figure:
-    """Draw what each of four ranks keeps between two steps, in the stages of ZeRO."""
-    stages = {"ddp": 0, "zero1": 1, "ZeRO-2": 2, "full_shard": 3}
-    parts = {"optimizer": 8, "gradients": 4, "parameters": 4}  # bytes, as they are sharded
-    figure, panels = new_figure(8.4, 3.2, 4, sharey=True)
-    for panel, (name, stage) in zip(panels, stages.items(), strict=True):
-        bottom = np.zeros(4)
-        for i, (part, size) in enumerate(parts.items()):
-            held = np.full(4, size / 4 if stage > i else size)
-            look = EDGE | LOOKS[part]
-            panel.bar(range(4), held, bottom=bottom, width=0.7, label=part, **look)
-            bottom += held
-        panel.set_xticks(range(4))
-        panel.set(title=f"{name}: {bottom[0]:g}", xlabel="rank", ylim=(0, 17))
-        panel.grid(axis="x", visible=False)
-    panels[0].set(ylabel="bytes per parameter", yticks=range(0, 17, 4))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def draw_prefetch() -> Figure:
-    """Draw the backward pass over four blocks as two timelines, without and with prefetching."""
-    blocks = ("b3", "b2", "b1", "b0")
-    gather = 6  # ms
-    compute = 10
-    figure, panels = new_figure(8.4, 2.6, 2, sharey=True)
-    for panel, prefetch in zip(panels, ("none", "backward_pre"), strict=True):
-        link = device = 0.0  # when each is free again
-        for i, block in enumerate(blocks):
-            # the first is needed at once; a prefetched one is asked for as the block before begins
-            asked = device - compute if prefetch != "none" and i else device
-            link = max(link, asked) + gather
-            device = max(device, link)
-            for y, right, width, colour in (
-                (0, link, gather, "C1"),
-                (-1, device + compute, compute, "C0"),
-            ):
-                look = EDGE | {"color": colour, "hatch": "//" if y == 0 else ""}
-                panel.barh(y, width, left=right - width, height=0.7, **look)
-                plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-                middle = right - width / 2
-                panel.text(middle, y, block, ha="center", va="center", fontsize=8, bbox=plate)
-            device += compute
-        panel.axvline(device, color="black", linestyle="--", linewidth=1)
-        panel.set(title=f"--prefetch {prefetch}", xlabel="ms", xlim=(0, 70))
-        panel.set_xticks([0, gather, device])
-        panel.set_yticks([0, -1], ["all-gather", "backward"])
-        panel.grid(visible=False)
-    figure.suptitle("a backward pass over four blocks, without its reduce-scatters")
-    return figure
-
-
-def draw_mesh() -> Figure:
-    """Draw eight ranks on two nodes as a mesh of two replicas by four shards."""
-    figure, (panel,) = new_figure(6.4, 2.8)
-    for rank in range(8):
-        row, column = divmod(rank, 4)
-        look = EDGE | {"facecolor": f"C{column}", "alpha": 0.75, "hatch": HATCHES[column]}
-        panel.add_patch(Rectangle((column + 0.1, -row - 0.8), 0.8, 0.6, **look))
-        plate = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none"}
-        panel.text(column + 0.5, -row - 0.5, f"rank {rank}", ha="center", va="center", bbox=plate)
-    for row in range(2):
-        panel.add_patch(Rectangle((0, -row - 0.9), 4, 0.8, fill=False, linestyle="--"))
-        panel.text(-0.1, -row - 0.5, f"replica {row}\n(node {row})", ha="right", va="center")
-        panel.text(4.1, -row - 0.5, "shard group:\nall-gather,\nreduce-scatter", va="center")
-    for column in range(4):
-        panel.text(column + 0.5, 0.05, f"part {column}", ha="center")
-    panel.text(2, -2.2, "columns are replicate groups: all-reduce of one part", ha="center")
-    panel.set(xlim=(-1, 5.2), ylim=(-2.3, 0.4))
-    panel.set_axis_off()
-    figure.suptitle("--mode hybrid --group 4 on 8 ranks: mesh 2 x 4 (replicate x shard)")
-    return figure
 
 
 # --- Memory and traffic, from the plan
@@ -429,13 +269,8 @@ def draw_units(path: str) -> Figure:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "mae": draw_mae,
-    "collectives": draw_collectives,
     "step_memory": draw_step_memory,
     "stages": draw_stages,
-    "zero": draw_zero,
-    "mesh": draw_mesh,
-    "prefetch": draw_prefetch,
     "groups": draw_groups,
 }
 

@@ -1,6 +1,6 @@
 """Show the four collectives of data parallelism and FSDP, on tensors of a few numbers.
 
-    torchrun --standalone --nproc-per-node 4 examples/collectives.py
+    torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 examples/collectives.py
 
 Rank 0 begins with 1 2 3 4, rank 1 with 10 20 30 40 and so on, so in a sum each digit is a rank's.
 In a ring of n ranks each passes on n - 1 of n parts of a tensor of S bytes (Patarasuk and Yuan

@@ -41,7 +41,9 @@ def train(args: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = vit.ViTMAE(config, args.img_size)
     decay = shard.weight_decay_names(model)  # before sharding: it looks at full shapes
-    grid = mesh.build_mesh(shard.mesh_shape(args.mode, ranks.world_size, args.group), device)
+    shard_over = shard.STRATEGIES[args.mode].shard_over
+    shape = mesh.mesh_shape(shard_over, ranks.world_size, args.group)
+    grid = mesh.build_mesh(shape, device)
     model = shard.apply(
         model,
         args.mode,

@@ -18,35 +18,36 @@ import data
 class Windows:
     """Windows of an array (C, H, W) in a .npy file, side by side."""
 
-    def __init__(self, path: str, side: int) -> None:
-        self.scene_path = path
+    def __init__(self, file: str, side: int) -> None:
+        self.file = file
         self.side = side
-        self.scene = np.load(path, mmap_mode="r")
-        _, height, width = self.scene.shape
+        _, height, width = np.load(file, mmap_mode="r").shape
         self.rows = height // side
         self.columns = width // side
-
-    def __reduce__(self) -> tuple:
-        return Windows, (self.scene_path, self.side)  # each loader process opens the file itself
 
     def __len__(self) -> int:
         return self.rows * self.columns
 
     def path(self, index: int) -> str:
         """Return a name for messages, such as those of images that cannot be read."""
-        return f"{self.scene_path} window {index}"
+        return f"{self.file} window {index}"
 
     def read(self, index: int) -> np.ndarray:
-        """Return (C, side, side) uint8, uint16 or float32; a Pillow image or a file's bytes too."""
+        """Return (C, side, side) uint8, uint16 or float32.
+
+        A Pillow image, or the bytes of a file, would do as well. An OSError or
+        data.UnreadableImage lets another image stand in; any other exception ends the run.
+        """
         row, column = divmod(index, self.columns)
         top = row * self.side
         left = column * self.side
-        return self.scene[:, top : top + self.side, left : left + self.side]
+        scene = np.load(self.file, mmap_mode="r")  # reads only what is used of it
+        return scene[:, top : top + self.side, left : left + self.side]
 
 
-def main(path: str) -> None:
+def main(file: str) -> None:
     """Load a few batches, as rank 0 of 2 would, and normalise them."""
-    windows = Windows(path, side=64)
+    windows = Windows(file, side=64)
     pixels = np.stack([windows.read(i) for i in range(len(windows))]).astype(np.float64)
     mean = pixels.mean((0, 2, 3))  # (12,), of values as stored
     std = pixels.std((0, 2, 3))

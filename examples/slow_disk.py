@@ -11,14 +11,14 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from storage.image_list import ImageList
+from data import ImageList
 
 read = ImageList.read
 
 
 def read_slowly(self: ImageList, index: int) -> bytes:
     """Read a whole image file, after a pause if it is a file of its own."""
-    if not self.shards:
+    if not self.packed:
         time.sleep(float(sys.argv[1]) / 1000)
     return read(self, index)
 
@@ -28,10 +28,9 @@ ImageList.read = read_slowly  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     import train_fsdp
-    from runtime import process
 
     if not sys.argv[1:] or not sys.argv[1].isdigit():
         raise SystemExit(
             "give the milliseconds first: python examples/slow_disk.py 30 --model tiny"
         )
-    raise SystemExit(train_fsdp.main(sys.argv[2:], signals=process.listen_for_signals()))
+    raise SystemExit(train_fsdp.main(sys.argv[2:]))

@@ -17,7 +17,9 @@ def build(mode="full_shard", fsdp=2, group=None, *, seed=0, ac="none", config=CO
     """Build a sharded model and its optimizer on the ranks that there are."""
     with torch.device("meta"):
         decay = shard.weight_decay_names(vit.ViTMAE(config, 32))
-    grid = mesh.build_mesh(shard.mesh_shape(mode, dist.get_world_size(), group), CPU)
+    grid = mesh.build_mesh(
+        mesh.mesh_shape(shard.STRATEGIES[mode].shard_over, dist.get_world_size(), group), CPU
+    )
     model = small_model.build(mode, grid, config=config, seed=seed, fsdp=fsdp, ac=ac)
     return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
 

@@ -72,9 +72,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def without_launcher() -> None:
-    """Begin each test as one process, whatever the tests before it have left behind."""
+def without_launcher() -> Iterator[None]:
+    """Begin each test as one process, whatever the tests before it have left behind.
+
+    A bug in a run ends its process, and so its process group; in a test the process goes on.
+    """
     forget_launcher()
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

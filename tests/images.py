@@ -37,7 +37,7 @@ def saved(kind, image, **options):
 
 # all there is to know of one sample that was read: its masking order, the CRC of its pixels
 Row = namedtuple("Row", "position step path order pixels")
-Sample = namedtuple("Sample", "image noise image_id bad")
+Sample = namedtuple("Sample", "image noise image_id bad")  # of one image
 
 
 def dataset_of(files, img_size, patches, seed, global_batch, **options):
@@ -48,7 +48,8 @@ def dataset_of(files, img_size, patches, seed, global_batch, **options):
 
 def sample_at(dataset, position):
     """Read the sample at a position of the stream."""
-    return Sample(*dataset[position, dataset.order.image_at(position)])
+    image, noise, image_ids, bad = dataset[position, dataset.order.image_at(position)]
+    return Sample(image, noise, image_ids[0], bad)
 
 
 def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **options):

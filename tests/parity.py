@@ -1,4 +1,4 @@
-"""Same training, whatever the sharding: every mode, engine and group on four ranks, and --tp.
+"""Same training, whatever the sharding: every mode, engine and group on four ranks.
 
     python tests/parity.py
 
@@ -51,11 +51,10 @@ class Case:
     ac: str = "none"
     accum: int = 1
     wrap: str = ""  # the default
-    tp: int = 1
     model: str = "nano"
 
     def argv(self) -> list[str]:
-        more = ["--model", self.model, "--tp", str(self.tp)]
+        more = ["--model", self.model]
         more += ["--mode", self.mode, "--ac", self.ac, "--accum", str(self.accum)]
         more += ["--fsdp", str(self.fsdp)] if self.fsdp else []
         more += ["--group", str(self.group)] if self.group else []
@@ -74,7 +73,7 @@ def modes(ranks: int, groups: list[int]) -> list[Case]:
 
 
 def grid() -> list[Case]:
-    """Four ranks with and without checkpointing and accumulation; six in groups of three; --tp.
+    """Four ranks with and without checkpointing and accumulation; six in groups of three.
 
     Three ranks, and the whole model as one unit.
     """
@@ -93,14 +92,6 @@ def grid() -> list[Case]:
     cases.append(Case(3, "full_shard", 2, accum=2))
     cases.append(Case(2, "full_shard", 1, ac="full", wrap="root"))
     cases.append(Case(2, "hybrid", 2, group=1, wrap="root"))
-    _, plain, gated = SPLIT
-    cases.append(Case(2, "hybrid", 2, 1, "selective", 1, tp=2, model=gated))
-    cases.append(Case(2, "full_shard", 2, 0, "full", 2, tp=2, model=plain))
-    # on two cores a run with --tp takes a quarter of a minute on four ranks; eight ranks are in
-    # test_tensor_parallel.py
-    cases.append(Case(4, "no_shard", 2, 0, "full", 2, tp=2, model=plain))
-    cases.append(Case(4, "hybrid", 2, 2, "selective", 1, tp=2, model=gated))
-    cases.append(Case(4, "full_shard", 2, 0, "full", 2, tp=4, model=plain))
     return cases
 
 

@@ -40,10 +40,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import checkpoint
 import data
 import mesh
+import run as run_module
 import shard
 import train_fsdp
 import vit
-from runtime import resume
 
 ROOT = Path(__file__).resolve().parent.parent
 # `--model nano` of `run_ranks`: a step takes half of what `tiny` takes; no width divides by 3
@@ -209,7 +209,7 @@ def fork_server() -> Any:
 
 
 def freeze_imports() -> None:
-    """Keep what exists now out of all later collections of garbage, those of `manual_gc` too.
+    """Keep what exists now out of all later collections of garbage, those of a run too.
 
     Each run begins with one, which would go through 350,000 objects of imported modules: 0.15 s.
     """
@@ -286,6 +286,12 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str
     return start, read_records(path, "step"), end
 
 
+def main_with_signals(argv: list[str], signals: Any = ()) -> int:
+    """Call train_fsdp.main as if these signals had come, or came while it runs."""
+    with patch.object(train_fsdp, "SIGNALS", signals):
+        return train_fsdp.main(argv)
+
+
 def status_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Call a program's main; return the status that the program would end with."""
     try:
@@ -321,8 +327,10 @@ def files_limited(size: int = 100_000):
     """No file of this process may grow beyond so many bytes (EFBIG; Python ignores SIGXFSZ)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclass
@@ -352,11 +360,11 @@ class Seen:
 def watched_step(run: Run, rank: int, seen: Seen, train_step: Callable) -> Callable:
     """train_step, in which a signal may arrive, and after which the model is looked at."""
 
-    def step(training, guard, *args, **kwargs):
-        seen.step = guard.checked
+    def step(training, guard, number, *args, **kwargs):
+        seen.step = number
         if (rank, seen.step) == (run.signal_rank, run.signal_step):
             seen.received.append(signal.SIGTERM)
-        train_step(training, guard, *args, **kwargs)
+        train_step(training, guard, number, *args, **kwargs)
         if run.params:
             seen.look_at(training.model)
 
@@ -400,14 +408,14 @@ def lost_images(run: Run) -> Any:
 def saves_on_a_full_disk(run: Run) -> Any:
     """A patch by which some saves cannot write whole files."""
     attempts = itertools.count()
-    write = checkpoint.Saver._write
+    save = checkpoint.save
 
-    def limited(self, *work):
+    def limited(*given, **named):
         full = next(attempts) in run.full_saves
         with files_limited() if full else contextlib.nullcontext():
-            return write(self, *work)
+            return save(*given, **named)
 
-    return patch.object(checkpoint.Saver, "_write", limited)
+    return patch.object(checkpoint, "save", limited)
 
 
 def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
@@ -418,7 +426,7 @@ def hooks(run: Run, rank: int, seen: Seen) -> Iterator[Any]:
         yield lost_images(run)
     if run.due_rank >= 0:
         due = run.due_rank == rank
-        yield patch.object(resume.CheckpointSchedule, "due_by_clock", return_value=due)
+        yield patch.object(run_module.Checkpoints, "due_by_clock", return_value=due)
     if run.full_saves and rank == 1:
         yield saves_on_a_full_disk(run)
     if run.poison and run.poison_rank == rank:
@@ -436,7 +444,7 @@ def one_run(run: Run, out: Path, rank: int) -> Result:
     argv = [*run.argv, "--out", run.to if run.to else str(out)]
     if "--save-every" not in argv and not run.plain:  # saving takes time
         argv += ["--save-every", "none"]
-    main = partial(train_fsdp.main, signals=seen.received)
+    main = partial(main_with_signals, signals=seen.received)
     try:
         with contextlib.ExitStack() as stack:
             for hook in hooks(run, rank, seen):

@@ -1,5 +1,6 @@
 """A step of the dry run, looked at from inside: what it sends and what it holds."""
 
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 
@@ -10,12 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from planner.estimate import Plan
-from planner.machines import MACHINES
-from planner.traffic import PlannedRun, collectives
-from runtime import dry_run
-from runtime.run import Run
-from train_fsdp import build_training, forward_backward
+import simulate
+import train_fsdp
+from machines import MACHINES
+from plan import Plan, PlannedRun, collectives
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 # The tracker's categories and, of each row, the parts of the plan
@@ -68,10 +67,9 @@ class Watch(TorchDispatchMode):
         """The trainer's, in a dry run; `after` are bytes by the tracker's categories."""
         tracker = _get_current_dispatch_mode()
         with self:
-            forward_backward(*given)
-        devices = list(tracker.get_tracker_snapshot("current").values())
-        assert len(devices) == 1
-        self.after = {c.value: size for c, size in devices[0].items() if c != "Total"}
+            train_fsdp.forward_backward(*given)
+        (held,) = tracker.get_tracker_snapshot("current").values()
+        self.after = {c.value: size for c, size in held.items() if c != "Total"}
 
 
 def tree_bytes(tree) -> int:
@@ -88,11 +86,22 @@ def group_of(args) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
-def simulated(run: Run) -> tuple[dict[str, int], Watch]:
+def flags_of(command: str, world_size: int) -> Namespace:
+    """The complete flags of a run on GPUs, eight on a node."""
+    args = train_fsdp.parse_flags(command.split())
+    train_fsdp.complete(args, world_size, 8, "cuda")
+    return args
+
+
+def plan_of(args: Namespace, machine=MACHINES["frontier"]) -> Plan:
+    return Plan(PlannedRun.from_flags(train_fsdp.model_config(args), vars(args)), machine)
+
+
+def simulated(args: Namespace) -> tuple[dict[str, int], Watch]:
     """The bytes at the peak of a step by the tracker's categories, and what was seen inside."""
     watch = Watch()
-    with dry_run.fake_world(run.world_size):
-        peak = dry_run.simulate(run, build_training, watch.forward_backward)
+    with simulate.fake_world(args.world_size):
+        peak = simulate.simulate(args, watch.forward_backward)
     return peak, watch
 
 
@@ -104,14 +113,13 @@ def planned_traffic(run: PlannedRun) -> Counter:
     return planned
 
 
-def hold_against_plan(run: Run) -> None:
+def hold_against_plan(args: Namespace) -> None:
     """The collectives are exactly those planned, each row of memory is so within 3 %."""
-    plan = Plan(PlannedRun.from_flags(run.vit_config, run.record()), AS_A_CPU)
-    peak, watch = simulated(run)
+    plan = plan_of(args, AS_A_CPU)
+    peak, watch = simulated(args)
     sent = Counter(watch.sent)
     expected = planned_traffic(plan.run)
     assert sent == expected, (sent - expected, expected - sent)
-
     # the tracker cannot follow the optimizer
     fullest = max(plan.snapshots, key=lambda s: s.total - s.bytes["optimizer"])
     for categories, parts in ROWS.items():

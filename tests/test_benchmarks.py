@@ -6,11 +6,9 @@ import re
 import pytest
 from ranks import python
 
-PARTS = {
-    *("matrix", "attention", "batches", "precision", "run", "grid", "sharded"),
-    *("loader", "saves", "offload", "peers", "loop"),
-}
-TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2 -m"
+from benchmarks import gpu
+
+TORCHRUN = "torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m"
 
 
 @pytest.mark.full
@@ -19,7 +17,7 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     """What the day with a GPU depends on; training equals plain PyTorch's in every mode."""
     python("-m", "benchmarks.gpu", "--device", "cpu", "--out", tmp_path, seconds=1100)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {row["part"] for row in rows} == PARTS
+    assert {row["part"] for row in rows} == {*gpu.PARTS}
     assert [row for row in rows if not row["ok"]] == []
     matrix = [row for row in rows if row["part"] == "matrix"]
     assert len(matrix) >= 30 and all("difference" in row for row in matrix)
@@ -30,8 +28,8 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
-        ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1 --precision fp32", 4),
-        (f"{TORCHRUN} benchmarks.sharded --img-size 32 --batch 2 --rounds 1", 4),
+        ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 4),
+        (f"{TORCHRUN} benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 6),
         ("benchmarks.data --images 64 --rounds 1 --steps 2", 10),
         ("benchmarks.checkpoint --model tiny --repeat 1 --dir {}", 6),
     ],

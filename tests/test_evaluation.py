@@ -1,6 +1,5 @@
 """--eval-data: one number for any mode and number of ranks, and a training that does not notice."""
 
-import errno
 import shutil
 import signal
 from collections.abc import Sequence
@@ -10,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from ranks import NANO, NANO_ARGV, Run, read_records, run_ranks
+from ranks import NANO, NANO_ARGV, Run, main_with_signals, read_records, run_ranks
 
+import checkpoint
 import data
 import train_fsdp
 import vit
-from runtime.eval_images import EvalImages, fixed_noise
-from runtime.pretrained import build_pretrained, read_pretrained
-from storage.image_list import ImageList
 
 TILES = ROOT / "examples" / "tiles"
 ARGV = [*NANO_ARGV, "--global-batch", "12", "--blr", "0.01", "--steps", "2", "--save-every", "1"]
@@ -30,10 +27,9 @@ MORE = [
     *((2, mode) for mode in ("zero1", "no_shard", "hybrid", "full_shard --fsdp 1")),
     (3, "full_shard --forward-prefetch --ac full"),
     (2, "ddp --compile --accum 2"),
-    (2, "shard_grad_op --workers 1 --async-save"),
+    (2, "shard_grad_op --workers 1"),
     (1, "ddp"),
     (1, "ddp --exact-decode --no-norm-pix-loss"),
-    (2, "full_shard --tp 2"),
 ]
 
 
@@ -77,17 +73,21 @@ def guessed(image: np.ndarray, noise: np.ndarray, norm_pix: bool) -> tuple[float
 
 
 @torch.no_grad()
-def by_hand(checkpoint: Path, folder: Path, exact: bool = False) -> tuple[float, ...]:
+def by_hand(step: Path, folder: Path, exact: bool = False) -> tuple[float, ...]:
     """The loss of vit.ViTMAE on one image after the other, each with its mask; of the guesses."""
-    model = build_pretrained(read_pretrained(checkpoint), torch.device("cpu"))
+    weights, facts = checkpoint.read_weights(step)
+    model = vit.ViTMAE(NANO, 32, facts["run_state"]["flags"]["norm_pix_loss"])
+    model.load_state_dict(weights)
     files = data.scan(str(folder))
+    order = data.ImageOrder(len(files), len(files), 0)
+    images = data.Images(files, order, 32, 16, exact, augment=False)
     losses = []
-    for i, name in enumerate(files.names):
-        if "broken" not in name:
-            pixels = data.normalize(EvalImages(files, 32, data.IMAGENET, exact)[[i]].images)
-            noise = fixed_noise(0, [i], 16)
-            own, _, _ = model(pixels, 0.75, noise)
-            guesses = guessed(pixels[0].numpy(), noise[0].numpy(), model.norm_pix_loss)
+    for i in range(len(files)):
+        if "broken" not in files.name(i):
+            loaded, noise = images.load(i, i)
+            pixels = data.normalize(loaded[None])
+            own, _, _ = model(pixels, 0.75, noise[None])
+            guesses = guessed(pixels[0].numpy(), noise.numpy(), model.norm_pix_loss)
             losses.append((own.item(), *guesses))
     return tuple(np.mean(losses, axis=0))
 
@@ -131,26 +131,17 @@ def test_in_every_mode(tmp_path):
     compare(MORE, tmp_path)
 
 
-@pytest.mark.parametrize(("broken", "code", "used"), [(16, 0, 2), (18, 0, 0), (1, errno.EIO, 17)])
-def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch, capsys):
-    """Not a whole batch of broken ones, not all, and no disk that fails in the second batch."""
-    read = ImageList.read
-
-    def failing(files, index):
-        if code and files.root.endswith("held") and index == 17:
-            raise OSError(code, "Input/output error")
-        return read(files, index)
-
-    monkeypatch.setattr(ImageList, "read", failing)
-    lost = range(broken) if not code else []
-    line = [*ARGV, *held_out(tmp_path, 18, lost), "--out", str(tmp_path / "out")]
+@pytest.mark.parametrize(("broken", "used"), [(16, 2), (18, 0)])
+def test_no_held_out_image_ends_a_run(broken, used, tmp_path, capsys):
+    """Not a whole batch of broken ones, and not all."""
+    line = [*ARGV, *held_out(tmp_path, 18, range(broken)), "--out", str(tmp_path / "out")]
     assert train_fsdp.main(line) == 0
     printed = capsys.readouterr().out
     found = evaluations(tmp_path / "out" / "log.jsonl")
-    assert f"{18 - used} of 18 held-out images cannot be read: {tmp_path}/held/" in printed
+    assert "held-out images cannot be read, such as" in printed
     expected = [(1, used), (2, used)] if used else []
     assert [(step, images) for step, _, images in found] == expected
-    if used == 2:
+    if used:
         _, losses, _ = found[-1]
         by_one_process = by_hand(tmp_path / "out" / "step_00000002", tmp_path / "held")
         assert losses == pytest.approx(by_one_process, abs=1e-6)
@@ -158,7 +149,7 @@ def test_no_held_out_image_ends_a_run(broken, code, used, tmp_path, monkeypatch,
 
 def test_a_run_that_is_asked_to_stop_leaves_without_evaluating(tmp_path):
     argv = [*ARGV, *held_out(tmp_path), "--out", str(tmp_path / "out")]
-    assert train_fsdp.main(argv, signals=[signal.SIGTERM]) == 0
+    assert main_with_signals(argv, [signal.SIGTERM]) == 0
     assert evaluations(tmp_path / "out" / "log.jsonl") == []
     assert train_fsdp.main(argv) == 0
     assert [step for step, *_ in evaluations(tmp_path / "out" / "log.jsonl")] == [2]

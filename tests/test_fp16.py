@@ -10,7 +10,6 @@ import mesh
 import shard
 import train_fsdp
 import vit
-from runtime.agreement import SCALE_EXHAUSTED, StepGuard
 
 CPU = torch.device("cpu")
 ROWS = [("ddp", 2), ("full_shard", 1), ("full_shard", 2)]
@@ -28,7 +27,9 @@ def scales_after_one_bad_rank() -> list[list[float]]:
 
 def scales_of_training(rank: int, mode: str, fsdp: int) -> list[float]:
     """Train a small model for three steps in one mode -> the scale after each."""
-    grid = mesh.build_mesh(shard.mesh_shape(mode, 2, 2 if mode == "hybrid" else None), CPU)
+    group = 2 if mode == "hybrid" else None
+    shape = mesh.mesh_shape(shard.STRATEGIES[mode].shard_over, 2, group)
+    grid = mesh.build_mesh(shape, CPU)
     if shard.STRATEGIES[mode].engine == "fsdp":
         options = shard.ShardingOptions(param_dtype=torch.float16, fsdp=fsdp)
     else:
@@ -38,7 +39,7 @@ def scales_of_training(rank: int, mode: str, fsdp: int) -> list[float]:
     model = shard.apply(model, mode, grid, block_classes=set(), options=options)
     optimizer = shard.build_optimizer(model, mode, set(), lr=1e-3, weight_decay=0.0)
     scaler = shard.build_scaler(model, CPU, torch.float16)
-    guard = StepGuard(CPU)
+    guard = train_fsdp.Guard(CPU)
     scales = []
     for step in range(3):
         with shard.autocast(model, CPU, torch.float16):
@@ -48,7 +49,7 @@ def scales_of_training(rank: int, mode: str, fsdp: int) -> list[float]:
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         norm = shard.clip_grad_norm(model)
-        skip = guard.check_step(loss, norm, scaled=True)
+        skip = guard.check(step, loss.detach(), norm, train_fsdp.NO_REQUESTS, scaled=True)
         shard.optimizer_step(optimizer, skip)
         scaler.update()
         optimizer.zero_grad()
@@ -65,21 +66,19 @@ def test_all_ranks_have_the_same_scale(tmp_path):
 
 def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
     """A good step between them begins a new search."""
-    guard = StepGuard(CPU, max_skips=1)
+    guard = train_fsdp.Guard(CPU)
     one = torch.tensor(1.0)
     nan = torch.tensor(float("nan"))
-    searching = [nan for _ in range(SCALE_EXHAUSTED)]
-    for norm in [*searching, one, *searching]:
-        guard.check_step(one, norm, scaled=True)
-        for result in guard.read_results():
-            assert result.consecutive == 0
-        assert not guard.end_reason
-    done = guard.done
-    for _ in range(2):
-        assert not guard.end_reason
-        assert guard.check_step(one, nan, scaled=True) == 1
-        guard.read_results()
-    assert guard.end_reason == "nan" and guard.done == done + 1
+
+    def bad(norm: torch.Tensor) -> bool:
+        skip = guard.check(0, one, norm, train_fsdp.NO_REQUESTS, scaled=True)
+        (result,) = guard.results.read(wait=False)
+        assert bool(skip) == bool(result.bad or norm is nan)
+        return bool(result.bad)
+
+    searching = [nan for _ in range(train_fsdp.MAX_OVERFLOWS)]
+    assert not any(bad(norm) for norm in [*searching, one, *searching])
+    assert bad(nan)
 
 
 def test_gradients_that_stay_nan_end_the_run(tmp_path, monkeypatch):
@@ -91,4 +90,4 @@ def test_gradients_that_stay_nan_end_the_run(tmp_path, monkeypatch):
         status = train_fsdp.main([*argv, "--save-every", "none", "--out", str(tmp_path)])
     _, _, end = read_log(tmp_path / "log.jsonl")
     assert status == 1 and end["reason"] == "nan"
-    assert end["steps"] == SCALE_EXHAUSTED
+    assert end["steps"] == train_fsdp.MAX_OVERFLOWS

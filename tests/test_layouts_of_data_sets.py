@@ -3,6 +3,8 @@
 Each is small and synthetic; the folders, names, types and bands are those of the data set.
 """
 
+import argparse
+import os
 import shlex
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
+import data
 import prepare
 import train_fsdp
 
@@ -167,35 +170,52 @@ DATA_SETS = {
     million_aid: (None, "", "--data DIR"),
     sky_images: (PACK, "", "--data PACK --channels 3"),
 }
-DAILY = (safe, loveda)
+DAILY = (safe, loveda)  # trained on by the whole trainer each day
 
 
-def each_data_set():
-    for make in DATA_SETS:
-        marks = [] if make in DAILY else [pytest.mark.full]
-        yield pytest.param(make, id=make.__name__, marks=marks)
-
-
-@pytest.mark.parametrize("make", each_data_set())
-def test_three_steps_by_the_commands_of_the_page(make, tmp_path, monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def commands(make, tmp_path, capsys):
+    """Make a data set and pack it as the page says -> the flags of training."""
     command, more, flags = DATA_SETS[make]
     root, pack = tmp_path / "raw", tmp_path / "pack"
     make(root)
     if command:
         assert command in PAGE
         words = shlex.split(command)
-        words[3] = str(root)
-        words[4] = str(pack)
-        argv = [*words[2:], *shlex.split(more), "--workers", "1"]
+        argv = ["pack", str(root), str(pack), *words[5:], *shlex.split(more), "--workers", "1"]
         assert prepare.main(argv) == 0
         said = capsys.readouterr().out
         assert f"{COUNT} images: " in said and "cannot be read" not in said, said
     places = {"DIR": str(root), "PACK": str(pack)}
-    given = [places.get(word, word) for word in shlex.split(flags)]
+    return [places.get(word, word) for word in shlex.split(flags)]
+
+
+@pytest.mark.parametrize("make", DATA_SETS, ids=lambda make: make.__name__)
+def test_three_steps_of_images_by_the_commands_of_the_page(make, tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channels", type=int, default=3)
+    parser.add_argument("--include", action="append", default=[])
+    parser.add_argument("--exclude", action="append", default=[])
+    parser.add_argument("--data")
+    args = parser.parse_args(commands(make, tmp_path, capsys))
+    files = data.scan(args.data, args.include, args.exclude)
+    assert len(files) == COUNT
+    stats = data.IMAGENET
+    if os.path.exists(data.stats_file(args.data)):
+        stats, measured = data.read_stats(data.stats_file(args.data))
+        assert measured == data.fingerprint(files)
+    assert len(stats.mean) == args.channels
+    sizes = {"img_size": 32, "patches": 16, "global_batch": COUNT, "micro_batch_size": COUNT}
+    for batch in data.build_loader(files, seed=0, steps=range(3), stats=stats, **sizes):
+        images = data.normalize(batch.image, stats)
+        assert images.shape == (COUNT, args.channels, 32, 32) and images.isfinite().all()
+        assert not batch.bad and images.std() > 0.1
+
+
+@pytest.mark.parametrize("make", DAILY, ids=lambda make: make.__name__)
+def test_three_steps_of_training_by_the_commands_of_the_page(make, tmp_path, capsys):
+    given = commands(make, tmp_path, capsys)
     argv = [*TRAIN.split(), "--steps", "3", "--log-every", "1", "--out", str(tmp_path / "out")]
     status = train_fsdp.main([*argv, *given])
     said = capsys.readouterr()
     assert status == 0, said.err
-    assert f", {COUNT} images, " in said.out and "unreadable" not in said.out, said.out
+    assert "step 3/3" in said.out and "unreadable" not in said.out, said.out

@@ -1,6 +1,5 @@
 """mesh.py: launchers' variables, devices, the mesh's groups."""
 
-import os
 from unittest.mock import Mock
 
 import pytest
@@ -9,13 +8,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh
-from runtime.device_batches import worker_count
 
 CPU = torch.device("cpu")
 
 # --- ranks
 
-# Rank 6 of 8 on two nodes of four, and rank 17 of 20 on nodes of 8, 8 and 4
+# Rank 6 of 8 on two nodes of four, and rank 17 of 24 on three nodes of 8
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "3442"}
 NUMBERS = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 TORCHRUN = ADDRESS | dict(zip(NUMBERS, "68241", strict=True))
@@ -23,10 +21,9 @@ SRUN = ADDRESS | {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "3",
     "SLURM_PROCID": "17",
-    "SLURM_NTASKS": "20",
+    "SLURM_NTASKS": "24",
     "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_TASKS_PER_NODE": "8(x2),4",
+    "SLURM_TASKS_PER_NODE": "8(x3)",
 }
 ONE_NODE = {  # rank 2 of 4, nothing exported by hand
     "SLURM_JOB_ID": "77",
@@ -34,7 +31,6 @@ ONE_NODE = {  # rank 2 of 4, nothing exported by hand
     "SLURM_PROCID": "2",
     "SLURM_NTASKS": "4",
     "SLURM_LOCALID": "2",
-    "SLURM_NODEID": "0",
     "SLURM_TASKS_PER_NODE": "4",
 }
 
@@ -50,7 +46,7 @@ ALONE = {  # a single task
     ("environ", "expected"),
     [
         (TORCHRUN, (6, 8, 2, 4, "torchrun")),
-        (SRUN, (17, 20, 1, 4, "srun")),
+        (SRUN, (17, 24, 1, 8, "srun")),
         # a step of a part of the job: the job's own counts stand beside the step's
         (
             ONE_NODE | {"SLURM_TASKS_PER_NODE": "8(x4)", "SLURM_STEP_TASKS_PER_NODE": "4"},
@@ -59,13 +55,9 @@ ALONE = {  # a single task
         # `srun torchrun`: Slurm counts agents
         (ONE_NODE | TORCHRUN, (6, 8, 2, 4, "torchrun")),
         # a job script that exports what torch.distributed needs, before srun or in each task
-        (SRUN | {"WORLD_SIZE": "20"}, (17, 20, 1, 4, "srun")),
+        (SRUN | {"WORLD_SIZE": "24"}, (17, 24, 1, 8, "srun")),
         (ONE_NODE | ALONE | {"WORLD_SIZE": "4"}, (0, 1, 0, 1, "srun")),  # `srun -n1` in that script
-        (SRUN | {"RANK": "17", "WORLD_SIZE": "20", "LOCAL_RANK": "1"}, (17, 20, 1, 4, "srun")),
-        # mpiexec, with torchrun's variables exported in each process
-        (TORCHRUN | {"PMI_SIZE": "8", "PMI_RANK": "6"}, (6, 8, 2, 4, "torchrun")),
-        (SRUN | {"PMI_SIZE": "20"}, (17, 20, 1, 4, "srun")),  # srun --mpi=pmi2
-        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": ""}, (0, 1, 0, 1, "single")),
+        (SRUN | {"RANK": "17", "WORLD_SIZE": "24", "LOCAL_RANK": "1"}, (17, 24, 1, 8, "srun")),
         ({"SLURM_NTASKS": "4"}, (0, 1, 0, 1, "single")),  # a preset for srun, outside of any job
     ],
 )
@@ -109,8 +101,7 @@ def test_a_missing_variable_is_named_with_who_sets_it(environ, launcher):
 
 
 SHELL = "not started by srun: type `srun python"  # the batch shell of a job
-MPI = "says that 4 processes were started, but .* one of 1: .* or export RANK, WORLD_SIZE"
-CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
+UNEVEN = "start all ranks with one srun, equally many on each node"
 
 
 @pytest.mark.parametrize(
@@ -118,32 +109,13 @@ CYCLIC = "not number the ranks node by node: give srun `--distribution=block`"
     [
         ({k: v for k, v in ONE_NODE.items() if k != "SLURM_STEP_ID"}, SHELL),
         ({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}, SHELL),  # no SLURM_NTASKS
-        # under mpiexec, flux or jsrun each process would train on its own, in the same folder
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, MPI),
-        ({"PMI_SIZE": "4"}, MPI),
-        # in the shell of `srun --pty bash`
-        (ONE_NODE | ALONE | {"PMI_SIZE": "4"}, MPI),
-        (ONE_NODE | ALONE | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, MPI),
-        ({"FLUX_JOB_SIZE": "4"}, MPI),
-        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, MPI),
-        (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, CYCLIC),  # another place than the rank's
-        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2)"}, "add up to 16: start all ranks with one srun"),
-        (SRUN | {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, CYCLIC),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "8(x2),4,4"}, UNEVEN),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "10(x2)"}, UNEVEN),
     ],
 )
-def test_what_no_known_launcher_started_in_blocks_is_refused(environ, sentence):
+def test_what_srun_did_not_start_on_even_nodes_is_refused(environ, sentence):
     with pytest.raises(RuntimeError, match=sentence):
         mesh.read_ranks(environ)
-
-
-def test_loader_workers(monkeypatch):
-    """Slurm binds a rank to cores of its own; other launchers leave it all of the node's."""
-    cores = Mock(return_value=set(range(24)))
-    monkeypatch.setattr(os, "sched_getaffinity", cores, raising=False)
-    workers = [worker_count(None, mesh.read_ranks(environ)) for environ in (SRUN, TORCHRUN, {})]
-    assert workers == [16, 5, 16]  # 4 ranks on the node
-    cores.return_value = {0, 1}
-    assert worker_count(None, mesh.read_ranks(TORCHRUN)) == 0
 
 
 @pytest.mark.parametrize(
@@ -168,6 +140,26 @@ def test_pick_device(name, gpus, picked, monkeypatch):
 
 
 # --- the mesh
+
+
+def test_mesh_shapes():
+    """Groups must divide the world, and only the hybrid modes have them."""
+    assert mesh.mesh_shape("none", 8) == (8, 1)
+    assert mesh.mesh_shape("world", 8) == (1, 8)
+    assert mesh.mesh_shape("group", 8, 2) == (4, 2)
+    for shard_over, group in (("world", 2), ("none", 8), ("group", None)):
+        with pytest.raises(ValueError, match="the hybrid modes need `group`"):
+            mesh.mesh_shape(shard_over, 8, group)
+    with pytest.raises(ValueError, match="groups of 3: use 1, 2, 4, 8, or start"):
+        mesh.mesh_shape("group", 8, 3)
+
+
+def test_the_default_group_is_a_node():
+    assert [mesh.default_group(16, 8), mesh.default_group(4, 8), mesh.default_group(1, 1)] == [
+        8,
+        4,
+        1,
+    ]
 
 
 def test_the_mesh_is_the_one_of_the_docstring():

@@ -78,9 +78,3 @@ def test_it_needs_four_files_and_is_short(tmp_path):
     flags = "--img-size 32 --steps 2 --batch 4 --workers 0 --data"
     printed = python("minimal.py", *flags.split(), TILES, cwd=tmp_path, alone=True)
     assert re.fullmatch(r"(step \d/2  loss 1\.\d+  norm \d\.\d+\n){2}", printed), printed
-
-
-def test_readme_shows_its_lines():
-    shown = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    lines = [line.strip() for line in (ROOT / "examples/minimal.py").read_text().splitlines()]
-    assert shown.count("\n") >= 10 and {line.strip() for line in shown.splitlines()} <= {*lines}

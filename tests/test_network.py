@@ -5,7 +5,6 @@ The run must meet by the address alone.
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -99,8 +98,5 @@ def test_two_hosts_train_as_one_process_does(hosts, tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
     assert [process.returncode for process in running] == [0, 0], output
-    assert "4 ranks on cpu, mesh 2 x 2 (replicate x shard)" in output
-    rows = re.findall(r"^ +(\d) .* nowhere-(\d)$", output, re.MULTILINE)
-    assert rows == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     python(*train[:-5], "--out", tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

@@ -3,19 +3,17 @@
 import json
 import math
 import shutil
-import time
 from unittest.mock import patch
 
 import pytest
 from checkpoints import names, steps
 from conftest import FULL, ROOT
-from ranks import NANO, NANO_ARGV, Run, Seen, poisoned, read_log
+from ranks import NANO, NANO_ARGV, Run, Seen, main_with_signals, poisoned, read_log
 
 import checkpoint
+import run
 import train_fsdp
 import vit
-from runtime import evaluation
-from runtime.agreement import SCALE_EXHAUSTED
 
 HELDOUT = str(ROOT / "examples" / "tiles" / "heldout")
 PLAIN = ["--save-every", "2", "--keep", "9", "--log-every", "1"]
@@ -27,7 +25,7 @@ def nano(monkeypatch):
 
 
 def train(out, *flags, received=()) -> int:
-    return train_fsdp.main([*NANO_ARGV, *PLAIN, *flags, "--out", str(out)], received)
+    return main_with_signals([*NANO_ARGV, *PLAIN, *flags, "--out", str(out)], received)
 
 
 class AfterSomeSteps(list):
@@ -52,10 +50,10 @@ def test_overflows_that_ended_a_run_leave_no_trace_in_the_next(tmp_path):
     always = Run([], poison="gradient", poison_steps=(0,))
     with poisoned(always, Seen(step=0)):
         assert train(tmp_path, *flags) == 1
-    assert names(tmp_path)[-1] == f"step_{SCALE_EXHAUSTED:08d}"
+    assert names(tmp_path)[-1] == f"step_{train_fsdp.MAX_OVERFLOWS:08d}"
     assert train(tmp_path, *flags) == 0
     _, lines, end = read_log(tmp_path / "log.jsonl")
-    again = [line["grad_norm"] for line in lines if line["step"] > SCALE_EXHAUSTED]
+    again = [line["grad_norm"] for line in lines if line["step"] > train_fsdp.MAX_OVERFLOWS]
     finite = [norm for norm in again if math.isfinite(norm)]
     assert len(finite) >= 10 and min(finite) > 1e-3 and end["reason"] == "done"
 
@@ -137,25 +135,8 @@ def test_checkpoints_of_another_run_are_not_removed(tmp_path, capsys):
     before = {name: state_of(out / name) for name in names(out)}
     flags = ["--steps", "12", "--allow-changes", "--keep", "1"]
     assert train(out, *flags, "--resume", str(old / "step_00000006")) == 2
-    assert "step_00000004, perhaps of another run: give another --out" in capsys.readouterr().err
+    assert "holds step_00000004 besides --resume" in capsys.readouterr().err
     assert {name: state_of(out / name) for name in names(out)} == before
-
-
-def test_the_steps_of_another_run_mode_are_kept_out_of_a_log(tmp_path, capsys):
-    assert train(tmp_path, "--steps", "2") == 0
-    before = (tmp_path / "log.jsonl").read_bytes()
-    assert train(tmp_path, "--steps", "2", "--run-mode", "io") == 2
-    assert "holds the log of a run with --run-mode real: give" in capsys.readouterr().err
-    assert (tmp_path / "log.jsonl").read_bytes() == before
-
-
-def test_images_that_are_held_out_and_trained_on_are_said(tmp_path, capsys):
-    tiles = ROOT / "examples" / "tiles"
-    flags = ["--steps", "1", "--eval-data", HELDOUT, "--data"]
-    assert train(tmp_path / "1", *flags, str(tiles)) == 0
-    assert "images of --eval-data are also in --data" in capsys.readouterr().out
-    assert train(tmp_path / "2", *flags, str(tiles / "train")) == 0
-    assert "images of --eval-data" not in capsys.readouterr().out
 
 
 def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path, capsys):
@@ -163,14 +144,14 @@ def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path, capsys):
     assert train(tmp_path, *flags, "24", received=AfterSomeSteps(9)) == 0
     assert train(tmp_path, *flags, "48", "--allow-changes") == 2
     error = capsys.readouterr().err
-    assert "give --global-batch 24, or --steps" in error and not (tmp_path / "done").exists()
+    assert "give --global-batch 24" in error and not (tmp_path / "done").exists()
     assert train(tmp_path, "--steps", "14", "--global-batch", "48", "--allow-changes") == 0
 
 
 def test_the_last_evaluation_is_made_up_for(tmp_path, capsys):
     flags = ["--steps", "2", "--eval-data", HELDOUT]
     assert train(tmp_path / "whole", *flags) == 0
-    with patch.object(evaluation.Evaluation, "__call__", side_effect=OSError("killed")):
+    with patch.object(run, "evaluate", side_effect=OSError("killed")):
         assert train(tmp_path / "killed", *flags) == 1
     assert names(tmp_path / "killed") == steps(2) and not (tmp_path / "killed/done").exists()
     assert train(tmp_path / "killed", *flags) == 0
@@ -180,47 +161,50 @@ def test_the_last_evaluation_is_made_up_for(tmp_path, capsys):
     assert evaluations(tmp_path / "killed") == found[1]
 
 
+def test_a_folder_of_a_run_stands_for_its_newest_checkpoint_and_what_is_missing_is_named(
+    tmp_path, capsys
+):
+    assert train(tmp_path / "old", "--steps", "4") == 0
+    flags = ["--steps", "6", "--allow-changes", "--resume"]
+    assert train(tmp_path / "new", *flags, str(tmp_path / "old")) == 0
+    assert read_log(tmp_path / "new/log.jsonl")[0]["begin"] == 4
+    for path in ("nowhere", str(ROOT / "docs")):
+        capsys.readouterr()
+        assert train(tmp_path / "other", *flags, path) == 2
+        assert path in capsys.readouterr().err
+
+
+def test_a_flag_that_an_older_checkpoint_lacks_had_its_default(tmp_path, monkeypatch, capsys):
+    record = run.record
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "record", lambda args: without(record(args), "mask_ratio"))
+        assert train(tmp_path, "--steps", "4", received=AfterSomeSteps(2)) == 0
+    assert train(tmp_path, "--steps", "4", "--mask-ratio", "0.5") == 2
+    assert "mask_ratio 0.75 -> 0.5" in capsys.readouterr().err
+    assert train(tmp_path, "--steps", "4") == 0
+
+
+def without(flags, name):
+    return {key: value for key, value in flags.items() if key != name}
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, capsys):
+    assert train(tmp_path, "--steps", "4") == 0
+    whole = read_log(tmp_path / "log.jsonl")[1]
+    for file in (tmp_path / "step_00000004").glob("*.distcp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    assert train(tmp_path, "--steps", "4") == 0
+    assert "skipping a damaged checkpoint" in capsys.readouterr().out
+    again = read_log(tmp_path / "log.jsonl")[1][len(whole) :]
+    assert [(s["step"], s["loss"]) for s in again] == [(s["step"], s["loss"]) for s in whole[2:]]
+    assert checkpoint.verify(tmp_path / "step_00000004")
+
+
 def evaluations(out):
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [(r["step"], r["eval_loss"]) for r in records if r["event"] == "eval"]
-
-
-def test_what_is_on_disk_is_said(tmp_path, capsys):
-    old = tmp_path / "old"
-    assert train(old, "--steps", "2") == 0
-    step = old / "step_00000002"
-    for out, flags, words in (
-        (old, ["--resume", str(step)], f"all 2 steps; saved {step}"),
-        (old, ["--save-every", "none"], f"began at {step}, nothing saved"),
-        (tmp_path / "new", ["--resume", str(step)], f"began at {step}, nothing saved"),
-    ):
-        capsys.readouterr()
-        assert train(out, "--steps", "2", *flags) == 0
-        assert words in capsys.readouterr().out
-    assert not (tmp_path / "new/done").exists()
-
-
-@pytest.mark.full
-def test_a_save_in_the_background_is_waited_for_when_a_process_fails(tmp_path, capsys):
-    write = checkpoint.Saver._write
-    step = train_fsdp.train_step
-
-    def slow(self, *work):
-        time.sleep(1)
-        return write(self, *work)
-
-    def fails(training, guard, *rest):
-        if guard.checked == 2:
-            raise ValueError("a bug")
-        step(training, guard, *rest)
-
-    with patch.object(checkpoint.Saver, "_write", slow):
-        with patch.object(train_fsdp, "train_step", fails):
-            assert train(tmp_path, "--steps", "9", "--async-save") == 1
-        assert f"a bug; saved {tmp_path}/step_00000002" in capsys.readouterr().err
-        assert train(tmp_path, "--steps", "9", "--async-save") == 0
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if r["event"] == "save"] == [2, 4, 6, 8, 9]
 
 
 @pytest.mark.full

@@ -20,19 +20,6 @@ import mesh
 import shard
 import vit
 
-# --- the table
-
-
-def test_mesh_shapes():
-    found = [shard.mesh_shape(mode, 8) for mode in ("zero1", "no_shard", "full_shard")]
-    assert found == [(8, 1), (8, 1), (1, 8)] and shard.mesh_shape("hybrid", 8, 2) == (4, 2)
-    with pytest.raises(ValueError, match="there is no mode zero3: use one of ddp, zero1, no_shard"):
-        shard.mesh_shape("zero3", 8)
-    for mode, group in (("full_shard", 2), ("hybrid", None)):
-        with pytest.raises(ValueError, match="the hybrid modes need `group`"):
-            shard.mesh_shape(mode, 8, group)
-
-
 # --- one process
 
 
@@ -116,15 +103,6 @@ def test_any_optimizer_leaves_out_a_step_that_is_to_be_skipped(single, mode, mak
         after = full_parameters(model)
         assert all(p.isfinite().all() and not torch.equal(p, before[n]) for n, p in after.items())
         before = after
-
-
-@pytest.mark.parametrize("mode", ["ddp", "full_shard"])
-def test_a_buffer_that_no_checkpoint_has_cannot_be_left_undefined(single, mode):
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-        model.register_buffer("table", torch.zeros(4), persistent=False)
-    with pytest.raises(ValueError, match="table is in no checkpoint"):
-        shard.apply(model, mode, single, block_classes=set(), uninitialized=True)
 
 
 def test_cpu_offload_of_fsdp2_trains_the_same(single):

@@ -1,5 +1,7 @@
 """The step waits for no number, and is compiled once."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,11 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mesh
-import shard
 import train_fsdp
-from runtime.agreement import StepGuard
-from runtime.config import Config
-from runtime.run import resolve
 
 # What hands a number, or a number of numbers, to the host: on a GPU it would wait for the device.
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount"}
@@ -42,21 +40,24 @@ class Reads(TorchDispatchMode):
 
 def stepper(mode: str, fsdp: int, precision: str, device=CPU, compiled=False):
     """A function that makes train_fsdp's step on this rank, and reads its verdict."""
-    world = dist.get_world_size()
-    group = world if "hybrid" in mode else None
-    grid = mesh.build_mesh(shard.mesh_shape(mode, world, group), device)
-    flags = {"mode": mode, "group": group, "fsdp": fsdp, "precision": precision}
     # two blocks of each kind: the second must not be compiled anew
-    model = "tiny:depth=2,decoder_depth=2"
-    run = resolve(Config(model, 32, batch=2, clip=1.0, compile=compiled, **flags), world, world)
-    training, guard = train_fsdp.build_training(run, grid), StepGuard(device)
+    flags = f"--model tiny:depth=2,decoder_depth=2 --img-size 32 --batch 2 --clip 1 --mode {mode}"
+    flags += f" --precision {precision}"
+    if mode not in ("ddp", "zero1"):
+        flags += f" --fsdp {fsdp}"
+    args = train_fsdp.parse_flags([*flags.split(), *(["--compile"] if compiled else [])])
+    world = dist.get_world_size()
+    train_fsdp.complete(args, world, world, device.type)
+    training = train_fsdp.build_training(args, device)
+    guard = train_fsdp.Guard(device)
+    number = itertools.count()
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, device=device)
     batches = [(images, torch.rand(2, 16, device=device))] * 2
 
     def step() -> None:
-        train_fsdp.train_step(training, guard, batches, lr=1e-4)
+        train_fsdp.train_step(training, guard, next(number), batches, lr=1e-4)
         if device != CPU:  # as the loop does, one step late: reading it on a CPU is no wait
-            guard.read_results()
+            list(guard.results.read(wait=False))
 
     return step
 

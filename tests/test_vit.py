@@ -8,8 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import convert
 import vit
-from runtime.pretrained import read_pretrained
 
 # name: (timm's count with positions of 224 px and 1000 classes, trained, published in millions)
 COUNTS = {
@@ -102,12 +102,20 @@ def test_the_smallest_noise_stays_visible():
         vit.random_masking(noise, 0.9)
 
 
-def test_features_are_of_images_of_the_models_size():
-    """Their values are compared with timm's and transformers' in tests/test_convert.py."""
-    model = small()
-    assert model.features(torch.zeros(2, 3, 24, 24)).shape == (2, 1 + 36, 48)
-    with pytest.raises(ValueError, match=r"of shape .*24, 24\), not .*28, 28"):
-        model.features(torch.zeros(2, 3, 28, 28))
+def test_a_size_is_a_row_or_one_with_changes():
+    assert vit.model_config("base", 5) == replace(vit.MODELS["base"], channels=5)
+    changed = replace(vit.MODELS["tiny"], depth=6, gated_mlp=True)
+    assert vit.model_config("tiny:depth=6,gated_mlp=1") == changed
+    for text in (
+        "large",
+        "base:size=3",
+        "base:depth=x",
+        "base:depth=0",
+        "base:heads=7",
+        "base:depth",
+    ):
+        with pytest.raises(ValueError, match=f"--model {text}: "):
+            vit.model_config(text)
 
 
 def test_loss_is_fp32_under_autocast_and_the_mean_of_the_images_losses():
@@ -175,13 +183,13 @@ def test_initial_values_follow_the_release(device):
 @pytest.mark.parametrize("norm_pix", [True, False])
 def test_equal_to_transformers(norm_pix, tmp_path):
     """Position table, loss, predictions and gradients with one masking order."""
-    from benchmarks import peers
+    from benchmarks import step
 
     mine = small()
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, 3, 24, 24, generator=generator)
     noise = torch.rand(2, 36, generator=generator)
-    theirs = peers.transformers_mae(mine.config, 24)
+    theirs = step.transformers_mae(mine.config, 24)
     mine.norm_pix_loss = theirs.config.norm_pix_loss = norm_pix
     made = theirs.vit.embeddings
     made.patch_embeddings.projection._is_hf_initialized = False
@@ -192,7 +200,7 @@ def test_equal_to_transformers(norm_pix, tmp_path):
         for p in theirs.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.1)
     theirs.save_pretrained(tmp_path)
-    mine.load_state_dict(read_pretrained(tmp_path).weights)
+    mine.load_state_dict(convert.read_model(tmp_path).weights)
     loss, pred, mask = mine(images, 0.75, noise)
     out = theirs(pixel_values=images, noise=noise)
     assert loss.item() == pytest.approx(out.loss.item(), rel=1e-5)
@@ -203,7 +211,7 @@ def test_equal_to_transformers(norm_pix, tmp_path):
     for p in theirs.parameters():
         p.data = p.data if p.grad is None else p.grad
     theirs.save_pretrained(tmp_path)
-    gradients = read_pretrained(tmp_path).weights
+    gradients = convert.read_model(tmp_path).weights
     expected = {name: p.grad for name, p in mine.named_parameters()}
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5)

@@ -1,1 +1,0 @@
-"""After pretraining: read reconstruct.py, then scores.py, finetune.py."""

@@ -1,1 +1,0 @@
-"""Images on disk: image_list, arrays; stacking uses them, checking that, packing all."""
