@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import signal
 import struct
-import tempfile
 import threading
 import tokenize
 import zlib
@@ -29,7 +28,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import chain
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -37,7 +36,7 @@ from typing import IO, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from PIL.ExifTags import Base as Tag
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -159,17 +158,17 @@ def scan(root: str, include: Sequence[str] = (), exclude: Sequence[str] = ()) ->
             raise ValueError(f"{path} is damaged ({error}): create it again") from None
         return ImageList(root, table)
     names: list[bytes] = []
-    # Also report a pattern that excluded nothing, with a count of 0: it may be misspelt.
-    left_out = Counter({f"excluded by {pattern}": 0 for pattern in exclude})
+    # a count of 0 tells that the patterns may be misspelt
+    left_out = Counter({"excluded": 0} if exclude else {})
     for name in walk_files(root):
-        reasons = [f"excluded by {pattern}" for pattern in exclude if matches(name, pattern)]
-        if include and not any(matches(name, pattern) for pattern in include):
-            reasons.insert(0, f"not included by {' or '.join(include)}")
         if not name.lower().endswith(EXTENSIONS):
             _, ending = os.path.splitext(name)
-            reasons.insert(0, f"with the extension {ending.lower() or 'none'}")
-        left_out.update(reasons[:1])
-        if not reasons:
+            left_out[f"with the extension {ending.lower() or 'none'}"] += 1
+        elif include and not any(matches(name, pattern) for pattern in include):
+            left_out["not included"] += 1
+        elif any(matches(name, pattern) for pattern in exclude):
+            left_out["excluded"] += 1
+        else:
             names.append(os.fsencode(name))
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
     if not names:
@@ -287,19 +286,10 @@ def read_stats(path: str) -> tuple[ChannelStats, str | None]:
         if found["dtype"] not in ARRAY_DTYPES:
             raise ValueError(f"dtype {found['dtype']!r:.40} is none of {ARRAY_DTYPES}")
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        what = f"{path} is not as `prepare.py stats` writes it ({type(error).__name__}: {error})"
-        raise ValueError(f"{what}: remove it and type that, or mend it") from None
+        what = f"{path} is not as `prepare.py stats` writes it"
+        raise ValueError(f"{what} ({error!r}): remove it and type that") from None
     mean, std = both.tolist()
     return ChannelStats(tuple(mean), tuple(std), found["dtype"]), found.get("images")
-
-
-def write_atomically(path: str, content: bytes) -> None:
-    """Write a file that is always as it was or complete, whatever ends this process. OSError."""
-    with open(f"{path}.unfinished", "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.unfinished", path)
 
 
 # --- Which rank reads which image, and when
@@ -312,6 +302,12 @@ def steps_per_epoch(image_count: int, global_batch: int) -> int:
             f"global batch {global_batch} exceeds the data set of {image_count} images"
         )
     return image_count // global_batch
+
+
+@lru_cache(maxsize=1)
+def permutation(seed: int, epoch: int, image_count: int) -> np.ndarray:
+    """Return the order (N,) int64 of all images in an epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(image_count)
 
 
 class ImageOrder:
@@ -329,20 +325,13 @@ class ImageOrder:
         self.epoch_samples = image_count
         if shuffle:
             self.epoch_samples = steps_per_epoch(image_count, global_batch) * global_batch
-        # caches one epoch's permutation; results do not depend on the order of calls
-        self.epoch = -1
-        self.permutation = np.empty(0, np.int64)
 
     def image_at(self, position: int) -> int:
         """Return the index of the image that is sample number `position` of the job."""
         epoch, offset = divmod(position, self.epoch_samples)
         if not self.shuffle:
             return offset
-        if epoch != self.epoch:
-            generator = np.random.default_rng((self.seed, epoch))
-            self.permutation = generator.permutation(self.image_count)
-            self.epoch = epoch
-        return int(self.permutation[offset])
+        return int(permutation(self.seed, epoch, self.image_count)[offset])
 
 
 def step_positions(
@@ -420,15 +409,6 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def centre_crop(width: int, height: int) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) in pixels: the centre with 224/256 of the shorter side.
-
-    The same as resizing that side to 256 and cutting out 224, as ImageNet's evaluations do.
-    """
-    side = max(1, round(min(width, height) * 224 / 256))
-    return (height - side) // 2, (width - side) // 2, side, side
-
-
 # --- Samples and batches
 
 
@@ -492,8 +472,10 @@ class Images(Dataset[Any]):  # Any: mypy takes a Dataset's items for those of it
         seed = self.order.seed
         noise, flip, crop = draw_augmentation(seed, position, self.patches, width, height)
         if not self.augment:
+            # As ImageNet's evaluations: the shorter side becomes 256 pixels, and 224 are cut out.
+            side = max(1, round(min(width, height) * 224 / 256))
+            crop = ((height - side) // 2, (width - side) // 2, side, side)
             flip = False
-            crop = centre_crop(width, height)
         # Decoding an image that the source has opened smaller would change the source's object.
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
@@ -578,10 +560,6 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "PIL.Image"])
-    if len(tempfile.gettempdir()) > 70:  # the name of a Unix socket has at most 107 characters
-        kept, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        util.get_temp_dir()  # of this process and its workers, from now on
-        tempfile.tempdir = kept
     resource_tracker.ensure_running()  # first: its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forkserver.ensure_running()
@@ -639,32 +617,24 @@ def is_file_error(error: OSError) -> bool:
 
 
 @contextmanager
-def large_images() -> Iterator[None]:
-    """Let Pillow take images of up to 2**30 pixels, without a warning."""
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = 2**29  # it refuses twice as many
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
-
-
-@contextmanager
 def reading() -> Iterator[None]:
     """Turn what Pillow and numpy raise for bad content into UnreadableImage.
 
     Put only calls of theirs inside: anything else that raises is an error of code.
     """
-    TiffImagePlugin.logger.disabled = True  # it would print what is raised anyway
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses twice as many
     try:
-        with large_images():
-            yield
+        yield
+    except UnidentifiedImageError:
+        known = ", ".join(FORMATS)
+        raise NeedsPackingError(f"not one of {known}: if it is a raster, {PACK}") from None
     except CONTENT_ERRORS as error:
         if isinstance(error, OSError) and not is_file_error(error):
             raise
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
     finally:
-        TiffImagePlugin.logger.disabled = False
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def open_image(
@@ -693,10 +663,12 @@ def open_image(
         channels = 3
         size = image.size
         dtype = "uint8"
-    if stats and (channels, dtype) != (len(stats.mean), stats.dtype):
+    if not stats:
+        return image, size
+    if (channels, dtype) != (len(stats.mean), stats.dtype):
         kind = f"{channels} channels of {dtype}, not {len(stats.mean)} of {stats.dtype}"
         raise UnreadableImage(f"{kind}: see `prepare.py stats`")
-    if stats and isinstance(image, np.ndarray) and dtype == "float32":
+    if isinstance(image, np.ndarray) and dtype == "float32":
         mean = np.array(stats.mean, np.float32)[:, None, None]
         image = np.where(np.isnan(image), mean, image)
     return image, size
@@ -704,17 +676,10 @@ def open_image(
 
 def open_picture(content: bytes) -> Image.Image:
     """Open a picture with Pillow, without decoding it; NeedsPackingError for anything more."""
-    # Only these formats: Pillow also takes the start of any HDF5 or GRIB file for an image.
-    try:
-        with reading():
-            image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
-            exif = image.getexif()
-    except UnreadableImage as error:
-        if not isinstance(error.__cause__, UnidentifiedImageError):
-            raise
-        raise NeedsPackingError(
-            f"not one of {', '.join(FORMATS)}: if it is a raster, {PACK}"
-        ) from None
+    with reading():
+        # Only these formats: Pillow also takes the start of any HDF5 or GRIB file for an image.
+        image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
+        exif = image.getexif()
     bits = content[24] if image.format == "PNG" else 8  # in its header (PNG, 11.2.1)
     # Of 2 and 4 bits, Pillow scales the pixels to 8, but not the colour that is transparent.
     misread = bits in (2, 4) and image.mode != "P" and "transparency" in image.info
@@ -770,20 +735,22 @@ def check_array(image: np.ndarray) -> None:
         raise UnreadableImage("nodata (NaN) in all pixels")
 
 
-def decode(image: Any, reduce: int = 1) -> Image.Image:
+def decode(image: Any, reduce: int = 1, box: tuple[int, ...] | None = None) -> Image.Image:
     """Decode to RGB, transparent pixels on black; a JPEG at 1/`reduce` of its size (1, 2, 4, 8).
 
-    UnreadableImage if Pillow cannot decode it.
+    `box` is the part to return: (left, top, right, bottom) in pixels of that size. UnreadableImage
+    if Pillow cannot decode it.
     """
     with reading():
         if reduce > 1:
             image.draft(None, (image.width // reduce, image.height // reduce))
         image.decodermaxblock = 2**20  # Pillow's default, 64 KiB at a time, decodes more slowly
         image.load()  # decodes it: otherwise a broken RGB image would raise only in the caller
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
-    return image.convert("RGB")
+        part = image.crop(box) if box else image
+    if part.has_transparency_data:
+        part = part.convert("RGBA")
+        part = Image.alpha_composite(Image.new("RGBA", part.size, (0, 0, 0, 255)), part)
+    return part.convert("RGB")
 
 
 def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
@@ -802,10 +769,8 @@ def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool
                 if min(height, width) >= factor * side:
                     reduce = factor
         edges = (left, top, left + width, top + height)
-        left, top, right, bottom = [round(edge / reduce) for edge in edges]
-        rgb = decode(image, reduce)
-        with large_images():
-            pixels = np.array(rgb.crop((left, top, right, bottom)))  # (H, W, C), copied
+        rgb = decode(image, reduce, tuple(round(edge / reduce) for edge in edges))
+        pixels = np.array(rgb)  # (H, W, C), copied
         # (C, H, W) as a view, channels last in memory: the fastest layout for interpolate
         part = torch.from_numpy(pixels).permute(2, 0, 1)
     else:  # uint16 becomes float32: few of PyTorch's kernels take uint16

@@ -51,22 +51,17 @@ MAX_BAD = 0.01  # share of broken images above which training ends: its default 
 RESOLUTION_FOLDER = re.compile(r"R\d+m")  # as in a .SAFE
 MASK_OF_BAND = re.compile(r"MSK_[A-Z]+_B\d")  # MSK_QUALIT_B02 and the like, of Sentinel-2
 
+MODE_NAMES = {"1": "grey", "L": "grey", "LA": "grey", "P": "palette", "PA": "palette"}
+
 # --- One image, as a pack holds it
 
 
-class Raster(NamedTuple):
-    """Pixels (C, H, W) that training takes: missing ones are NaN; and what the user should know."""
+def read_raster(content: bytes, nodata: float | None = None) -> np.ndarray:
+    """Read all bands of a file by GDAL, or a .npy file -> (C, H, W); the pages of a TIFF are bands.
 
-    pixels: np.ndarray
-    about: str = ""
-
-
-def read_raster(content: bytes, nodata: float | None = None) -> Raster:
-    """Read all bands of a file by GDAL, or a .npy file; the pages of a TIFF are bands.
-
-    A pixel is missing if it equals `nodata`, by default if the file says so (a nodata value or a
-    mask). UnreadableImage if GDAL cannot read it, or for numbers that training cannot take;
-    ImportError without rasterio.
+    A pixel becomes NaN if it equals `nodata`, by default if the file calls it missing (a nodata
+    value or a mask). UnreadableImage if GDAL cannot read it, or for numbers that training cannot
+    take; ImportError without rasterio.
     """
     if content.startswith(b"\x93NUMPY"):
         with data.reading():
@@ -75,7 +70,7 @@ def read_raster(content: bytes, nodata: float | None = None) -> Raster:
             pixels = pixels[None]
         elif pixels.ndim == 3 and pixels.shape[2] <= 4 < min(pixels.shape[:2]):
             pixels = np.moveaxis(pixels, 2, 0)
-        return Raster(for_training(pixels, is_valid(pixels, nodata)))
+        return for_training(pixels, is_valid(pixels, nodata))
     driver = DRIVERS.get(content[:4])
     if driver is None:
         raise data.UnreadableImage("neither a picture, nor TIFF, JPEG 2000 or .npy")
@@ -90,8 +85,8 @@ def read_raster(content: bytes, nodata: float | None = None) -> Raster:
         try:
             with MemoryFile(content) as memory:
                 with rasterio.open(memory.name, driver=driver) as file:
-                    # GDAL lists page 10 before page 2
-                    pages = sorted(file.subdatasets, key=page_number)
+                    # named GTIFF_DIR:2:path, all alike but for the number; GDAL lists 10 before 2
+                    pages = sorted(file.subdatasets, key=lambda name: (len(name), name))
                     if not pages:
                         return read_bands([file], nodata)
                 opened = [rasterio.open(page, driver=driver) for page in pages]
@@ -100,15 +95,9 @@ def read_raster(content: bytes, nodata: float | None = None) -> Raster:
             raise data.UnreadableImage(f"GDAL cannot read it: {error}") from None
 
 
-def page_number(name: str) -> int:
-    """Return the number of a page by what GDAL calls it: GTIFF_DIR:2:path."""
-    _, number, _ = name.split(":", 2)
-    return int(number)
-
-
-def read_bands(pages: Sequence[Any], nodata: float | None) -> Raster:
+def read_bands(pages: Sequence[Any], nodata: float | None) -> np.ndarray:
     """Read the bands of open rasters, one after the other."""
-    from rasterio.enums import ColorInterp, MaskFlags
+    from rasterio.enums import MaskFlags
 
     shapes = {page.shape for page in pages}
     if len(shapes) > 1:
@@ -121,7 +110,6 @@ def read_bands(pages: Sequence[Any], nodata: float | None) -> Raster:
             f"{size / 2**30:.1f} GiB of pixels, more than 4: cut it into tiles"
         )
     bands = []
-    about = set()
     for page in pages:
         pixels = page.read()
         valid = is_valid(pixels, nodata)
@@ -132,10 +120,8 @@ def read_bands(pages: Sequence[Any], nodata: float | None) -> Raster:
                 if valid is None:
                     valid = np.ones(pixels.shape, bool)
                 valid[i] = page.read_masks(i + 1) > 0
-        if ColorInterp.palette in page.colorinterp:
-            about.add("indices of a palette")
         bands.append(for_training(pixels, valid))
-    return Raster(np.concatenate(bands), ", ".join(about))
+    return np.concatenate(bands)
 
 
 def can_hold(dtype: np.dtype, nodata: float | None) -> bool:
@@ -173,24 +159,24 @@ def for_training(pixels: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
     return pixels
 
 
-def read_image(content: bytes, nodata: float | None = None) -> Image.Image | Raster:
-    """Read a file -> a picture, not decoded, if training takes it as one; else a raster."""
+def read_image(content: bytes, nodata: float | None = None) -> Image.Image | np.ndarray:
+    """Read a file -> a picture, not decoded, if training takes it as one; else (C, H, W)."""
     try:
         image, _ = data.open_image(content)
     except data.NeedsPackingError:
-        raster = read_raster(content, nodata)
+        image = read_raster(content, nodata)
     else:
         if isinstance(image, np.ndarray):
-            raster = read_raster(content, nodata)
+            image = read_raster(content, nodata)
         elif nodata is None or not can_hold(np.dtype(np.uint8), nodata):
             return image
         else:
             grey = image.mode == "L" and not image.has_transparency_data
             pixels = np.asarray(data.decode(image))  # (H, W, 3)
             pixels = np.moveaxis(pixels, 2, 0)[: 1 if grey else 3]
-            raster = Raster(for_training(pixels, pixels != nodata))
-    data.check_array(raster.pixels)
-    return raster
+            image = for_training(pixels, pixels != nodata)
+    data.check_array(image)
+    return image
 
 
 # --- Many images, in several processes
@@ -207,15 +193,12 @@ class Kind(NamedTuple):
         return f"{self.channels} channels of {self.dtype}{self.about}"
 
 
-def kind_of(image: Image.Image | Raster, path: str) -> Kind:
+def kind_of(image: Image.Image | np.ndarray, path: str) -> Kind:
     """Return the kind that an image, not decoded yet, has in training."""
     if isinstance(image, Image.Image):
-        names = {"1": "grey", "L": "grey", "LA": "grey", "P": "palette", "PA": "palette"}
-        return Kind(3, "uint8", f" ({names.get(image.mode, image.mode)} pictures)")
-    about = f" ({image.about})" if image.about else ""
-    if not path.endswith(".npy"):
-        about += ", for training only from a pack"
-    return Kind(len(image.pixels), image.pixels.dtype.name, about)
+        return Kind(3, "uint8", f" ({MODE_NAMES.get(image.mode, image.mode)} pictures)")
+    about = "" if path.endswith(".npy") else ", for training only from a pack"
+    return Kind(len(image), image.dtype.name, about)
 
 
 @dataclass
@@ -228,8 +211,6 @@ class Report:
     # (channels, dtype) -> (4, C) float64: the number of images, and the sums over them of mean,
     # squared mean and variance, all without pixels that are nodata
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
-    values: int = 0  # number of values in float32 arrays
-    missing: int = 0  # how many of these are NaN: nodata
     members: list[tuple[str, int, int]] = field(default_factory=list)  # of a shard: see write_shard
 
     def count(self, kind: Kind, path: str) -> None:
@@ -244,8 +225,6 @@ class Report:
         self.first = other.first | self.first
         for key, sums in other.sums.items():
             self.sums[key] = self.sums.get(key, 0) + sums
-        self.values += other.values
-        self.missing += other.missing
 
     def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""
@@ -256,9 +235,6 @@ class Report:
             print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
         elif several:
             print("training takes all of these: leave out masks by --include or --exclude PATTERN")
-        if self.missing:
-            share = self.missing / self.values
-            print(f"nodata: {self.missing} of {self.values} values ({share:.2%}), not measured")
 
 
 @contextmanager
@@ -268,8 +244,6 @@ def noting_problems(report: Report, files: data.ImageList, index: int) -> Iterat
     path = path if path.isprintable() else repr(path)
     try:
         yield
-    except MemoryError:
-        raise MemoryError(f"{path}: out of memory: use fewer --workers") from None
     except ImportError as error:
         raise ImportError(f"{path}: {error}") from None
     except data.UnreadableImage as error:
@@ -312,16 +286,13 @@ def measure_part(files: data.ImageList) -> Report:
         with noting_problems(report, files, index):
             image = read_image(files.read(index))
             kind = kind_of(image, files.path(index))
-            if isinstance(image, Raster):
-                channels = image.pixels
+            if isinstance(image, np.ndarray):
+                channels = image
             else:
                 channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
             key = (kind.channels, kind.dtype)
             report.sums[key] = report.sums.get(key, 0) + measure_channels(channels)
             report.count(kind, files.path(index))
-            if channels.dtype.kind == "f":
-                report.values += channels.size
-                report.missing += int(np.isnan(channels).sum())
     return report
 
 
@@ -353,9 +324,7 @@ def measure(files: data.ImageList, workers: int) -> Report:
     return report
 
 
-def save_stats(
-    files: data.ImageList, report: Report, path: str | None = None, bands: Sequence[str] = ()
-) -> None:
+def save_stats(files: data.ImageList, report: Report, path: str, bands: Sequence[str] = ()) -> None:
     """Write statistics of the most frequent kind, and names of the bands, for training to find.
 
     Every image has the same weight, as in training. ValueError if no image can be read.
@@ -379,8 +348,7 @@ def save_stats(
     }
     if bands:
         text["bands"] = list(bands)
-    path = path or data.stats_file(files.root)
-    data.write_atomically(path, json.dumps(text).encode())
+    write_atomically(path, json.dumps(text).encode())
     print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
 
 
@@ -393,7 +361,7 @@ class SceneList(data.ImageList):
 
     bands: tuple[str, ...] = ()
 
-    def read_scene(self, index: int, nodata: float | None) -> Raster:
+    def read_scene(self, index: int, nodata: float | None) -> np.ndarray:
         """Read a scene, each band at the size of the first; UnreadableImage names a wrong file."""
         layers: list[np.ndarray] = []
         for band, name in zip(self.bands, self.table["files"][index], strict=True):
@@ -403,15 +371,15 @@ class SceneList(data.ImageList):
             with open(path, "rb") as file:
                 content = file.read()
             try:
-                layer = read_raster(content, nodata).pixels
+                layer = read_raster(content, nodata)
                 if len(layer) != 1:
                     raise data.UnreadableImage(f"{len(layer)} bands, not 1")
                 first = layers[0] if layers else layer
                 layers.append(enlarge(layer, first.shape[1], first.shape[2]))
             except data.UnreadableImage as error:
                 raise data.UnreadableImage(f"{os.path.basename(path)}: {error}") from None
-        scene = Raster(np.concatenate(layers))
-        data.check_array(scene.pixels)
+        scene = np.concatenate(layers)
+        data.check_array(scene)
         return scene
 
 
@@ -478,11 +446,8 @@ def find_scenes(files: data.ImageList, bands: tuple[str, ...]) -> SceneList:
 
 def find_band(stem: str, bands: Sequence[str]) -> str | None:
     """Return the longest of the bands that a file name ends with, at a separator; or None."""
-    for band in sorted(bands, key=len, reverse=True):
-        before = stem.removesuffix(band)
-        if before != stem and (not before or before[-1] in "_.-"):
-            return band
-    return None
+    ends = [band for band in bands if re.search(rf"(^|[_.-]){re.escape(band)}\Z", stem)]
+    return max(ends, key=len, default=None)
 
 
 def name_scenes(scenes: dict[tuple[str, str], list[int]], root: str) -> dict[str, list[int]]:
@@ -514,18 +479,20 @@ class PackOptions:
     taken: frozenset[str] = frozenset()  # names that no other image may get
 
 
-def encode(image: Image.Image | Raster, content: bytes, max_side: int | None) -> tuple[bytes, str]:
+def encode(
+    image: Image.Image | np.ndarray, content: bytes, max_side: int | None
+) -> tuple[bytes, str]:
     """Return an image as a pack holds it, and what its name must end with.
 
     A picture is copied (""), or becomes a JPEG if it is larger than `max_side`; an array becomes a
     .npy file, unless it is 8-bit RGB, which takes less space as a picture.
     """
-    if isinstance(image, Raster):
+    if isinstance(image, np.ndarray):
         stream = io.BytesIO()
-        if len(image.pixels) != 3 or image.pixels.dtype != np.uint8 or content.startswith(b"\x93N"):
-            np.save(stream, np.ascontiguousarray(image.pixels))
+        if len(image) != 3 or image.dtype != np.uint8 or content.startswith(b"\x93N"):
+            np.save(stream, np.ascontiguousarray(image))
             return stream.getvalue(), ".npy"
-        image = Image.fromarray(np.moveaxis(image.pixels, 0, 2).copy())
+        image = Image.fromarray(np.moveaxis(image, 0, 2).copy())
         image.save(stream, "PNG")
         content = stream.getvalue()
         ending = ".png"
@@ -582,16 +549,6 @@ def split_into_shards(files: data.ImageList) -> list[data.ImageList]:
     return [files.part(first, last) for first, last in pairwise([*firsts, len(files)])]
 
 
-def new_folder(target: str) -> Path:
-    """Return the path that a finished pack can be moved to; ValueError if there is something."""
-    path = Path(os.path.realpath(target))  # a folder cannot take the place of a link to one
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"{target} is not empty: pack into a new folder")
-    if path.is_mount() or path == Path.cwd():
-        raise ValueError(f"{target} cannot be replaced by a pack: give a new folder in it")
-    return path
-
-
 def pack(
     source: data.ImageList,
     target: str,
@@ -602,9 +559,11 @@ def pack(
     """Put images into tar shards, in their order, with an index, and measure them if needed.
 
     With `bands`, the files of a scene's bands become one array. The folder is called
-    NAME.unfinished until it is complete. ValueError if the target already has files.
+    NAME.unfinished until it is complete. ValueError if the target exists.
     """
-    path = new_folder(target)
+    path = Path(os.path.abspath(target))
+    if os.path.lexists(path):
+        raise ValueError(f"{target} exists: pack into a new folder")
     files = find_scenes(source, bands) if bands else source
     names = {files.name(index) for index in range(len(files))}
     taken = frozenset(name for name in names if os.path.splitext(name)[0] in names)
@@ -630,15 +589,11 @@ def pack(
     size = packed.sizes.sum() / 2**30
     print(f"{target}: {len(packed)} images in {len(shards)} shards, {size:.3f} GiB")
     report.print_kinds()
-    if any("pictures" in kind.about for kind in report.kinds):
-        print("pictures that fit are copied undecoded: `prepare.py scan` finds the broken ones")
     if report.problems:
-        print(
-            f"{len(report.problems)} of {len(packed)} images cannot be read: they are empty files"
-        )
+        print(f"{len(report.problems)} of {len(packed)} images are unreadable: now empty files")
     arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
     if 2 * arrays >= len(packed) or os.path.exists(data.stats_file(source.root)):
-        save_stats(packed, measure(packed, workers), bands=bands)
+        save_stats(packed, measure(packed, workers), data.stats_file(target), bands)
 
 
 def write_index(folder: str, members: Sequence[Sequence[tuple[str, int, int]]]) -> None:
@@ -654,7 +609,16 @@ def write_index(folder: str, members: Sequence[Sequence[tuple[str, int, int]]]) 
     table["start"] = starts
     stream = io.BytesIO()
     np.save(stream, table)
-    data.write_atomically(os.path.join(folder, "pack.index"), stream.getvalue())
+    write_atomically(os.path.join(folder, "pack.index"), stream.getvalue())
+
+
+def write_atomically(path: str, content: bytes) -> None:
+    """Write a file that is always as it was or complete, whatever ends this process. OSError."""
+    with open(f"{path}.unfinished", "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.unfinished", path)
 
 
 # --- The command line
@@ -746,7 +710,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return run_command(args)
-    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
