@@ -137,8 +137,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+DAILY = ("seeds", "early", "past the wrapper", "alone")
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f in DAILY else pytest.param(f, marks=pytest.mark.full) for f in FAULTS]
+)
 def test_a_fault_is_told(loop, fault):
     mode, verdict = FAULTS[fault]
     command = ("--timeout", "20", "--modes", mode, loop, "{mode}", fault)
