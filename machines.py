@@ -293,10 +293,12 @@ def measure(args: argparse.Namespace, run: Any, ranks: mesh.Ranks, device: torch
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
         fixed = {}
-    links = measure_links(ranks, device, like)
+    meeting = Meeting(ranks, device)
+    links = measure_links(meeting, like)
     dist.destroy_process_group()
     mesh.init_ranks(mesh.Ranks(), device)  # from here on each rank steps by itself
-    steps = measure_steps(args.model, run, device)
+    steps = measure_steps(args.model, run, meeting)
+    meeting.end()
     dist.destroy_process_group()
     parts = steps.pop("parts")
     machine = replace(
@@ -328,29 +330,59 @@ def parts_in(path: str) -> Mapping[str, float]:
         return read_machine(path).parts if stream.tell() else {}
 
 
-def mean_seconds(work: Callable[[], object], device: torch.device) -> float:
+class Meeting:
+    """All ranks of a launcher, which also meet while each has a process group of its own.
+
+    Otherwise some would be timed while others wait, and have cores and memory for themselves.
+    """
+
+    def __init__(self, ranks: mesh.Ranks, device: torch.device) -> None:
+        """Open a store on rank 0. Collective, in the process group of all ranks."""
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self.ranks = ranks
+        self.device = device
+        self.meetings = 0
+        if ranks.rank == 0:
+            self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = on_rank0(lambda: self.store.port)
+        if ranks.rank > 0:
+            self.store = dist.TCPStore(host, port)
+
+    def mean(self, value: float) -> float:
+        """Wait for all ranks; return the mean of their values. Collective."""
+        self.meetings += 1
+        keys = [f"{self.meetings} {rank}" for rank in range(self.ranks.world_size)]
+        self.store.set(keys[self.ranks.rank], str(value))
+        return mean(float(self.store.get(key)) for key in keys)
+
+    def end(self) -> None:
+        """Keep rank 0, which serves the store, until the others have read from it. Collective."""
+        self.store.set(f"end {self.ranks.rank}", "")
+        if self.ranks.rank == 0:
+            self.store.wait([f"end {rank}" for rank in range(self.ranks.world_size)])
+
+
+def mean_seconds(work: Callable[[], object], meeting: Meeting) -> float:
     """Time a call that all ranks make at once: the mean of three rounds, and of all ranks.
 
     Not the median: a step makes many such calls, and the slow ones among them count. Collective.
     """
 
     def round_of(repeats: int) -> float:
-        dist.barrier()
+        meeting.mean(0)
         start = time.perf_counter()
         for _ in range(repeats):
             work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(spent)
-        return float(spent) / repeats / dist.get_world_size()
+        if meeting.device.type == "cuda":
+            torch.cuda.synchronize(meeting.device)
+        return meeting.mean((time.perf_counter() - start) / repeats)
 
     round_of(1)
     repeats = max(1, min(50, int(ROUND_SECONDS / round_of(1))))
     return mean(round_of(repeats) for _ in range(3))
 
 
-def measure_steps(model: str, run: Any, device: torch.device) -> dict[str, Any]:
+def measure_steps(model: str, run: Any, meeting: Meeting) -> dict[str, Any]:
     """Measure blocks, root and update, unsharded and under FSDP2 on one rank -> fields of Machine.
 
     AdamW's rate is from what more blocks add to the update. What is left of an update, without and
@@ -361,7 +393,7 @@ def measure_steps(model: str, run: Any, device: torch.device) -> dict[str, Any]:
     encoders = []
     for mode in ("ddp", "full_shard"):
         first, deep_encoder, deep_decoder = (
-            time_step(model, depths, mode, run, device)
+            time_step(model, depths, mode, run, meeting)
             for depths in ((1, 1), (1 + MORE, 1), (1, 1 + MORE))
         )
         encoder = (deep_encoder - first) / MORE
@@ -385,13 +417,14 @@ def measure_steps(model: str, run: Any, device: torch.device) -> dict[str, Any]:
 
 
 def time_step(
-    model: str, depths: tuple[int, int], mode: str, run: Any, device: torch.device
+    model: str, depths: tuple[int, int], mode: str, run: Any, meeting: Meeting
 ) -> np.ndarray:
     """Time a step of a model with so many encoder and decoder blocks, on one rank.
 
     Returns the seconds of forward and backward, those of the update, and how many numbers and
     tensors the parameters have.
     """
+    device = meeting.device
     separator = "," if ":" in model else ":"
     sizes = f"{model}{separator}depth={depths[0]},decoder_depth={depths[1]}"
     words = f"--mode {mode} --img-size {run.img_size} --batch {run.batch} --mask-ratio"
@@ -413,14 +446,16 @@ def time_step(
         skip = guard.check(0, loss, norm, train_fsdp.Requests())
         shard.optimizer_step(training.optimizer, skip)
 
-    seconds = mean_seconds(forward_backward, device)
+    seconds = mean_seconds(forward_backward, meeting)
     loss = forward_backward()
     numbers = [p.numel() for p in training.model.parameters()]
-    return np.array([seconds, mean_seconds(update, device), sum(numbers), len(numbers)])
+    return np.array([seconds, mean_seconds(update, meeting), sum(numbers), len(numbers)])
 
 
-def measure_links(ranks: mesh.Ranks, device: torch.device, like: Machine) -> dict[str, LinkSpeed]:
+def measure_links(meeting: Meeting, like: Machine) -> dict[str, LinkSpeed]:
     """Measure collectives inside packages, inside nodes, and over the network. Collective."""
+    ranks = meeting.ranks
+    device = meeting.device
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     groups: dict[str, Any] = {}
@@ -437,7 +472,7 @@ def measure_links(ranks: mesh.Ranks, device: torch.device, like: Machine) -> dic
         size = groups[level].size()
         payloads = PAYLOADS[device.type]
         short, long = (
-            mean_seconds(collective(kind, payload, groups[level], device), device)
+            mean_seconds(collective(kind, payload, groups[level], device), meeting)
             for payload in payloads
         )
         few, many = (wire_bytes(kind, payload, size) for payload in payloads)
