@@ -46,11 +46,17 @@ import train_fsdp
 import vit
 
 ROOT = Path(__file__).resolve().parent.parent
+TILES = str(ROOT / "examples" / "tiles" / "train")
 # `--model nano` of `run_ranks`: a step takes half of what `tiny` takes; no width divides by 3
 NANO = vit.ViTConfig(40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2)
 NANO_ARGV = (
     "--model nano --img-size 32 --global-batch 8 --workers 0 --precision fp32 --device cpu "
-    f"--data {ROOT}/examples/tiles/train"
+    f"--data {TILES}"
+).split()
+# four steps of a training that tests/test_shard.py writes out plainly
+LEARNING_ARGV = (
+    f"--model nano --img-size 48 --data {TILES} --global-batch 48 --steps 4 --log-every 1 "
+    "--clip 1.0 --blr 5e-3 --warmup-steps 2 --precision fp32 --workers 0 --device cpu --seed 3"
 ).split()
 # the start of a command for one process, of made-up images
 TINY_ARGV = shlex.split("--model tiny --img-size 32 --device cpu --precision fp32 --workers 0")

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from checkpoints import build, names, steps
 from conftest import FULL, ROOT
-from parity import ARGV as PARITY
 from ranks import (
+    LEARNING_ARGV,
     NANO,
     Run,
     files_limited,
@@ -42,7 +42,7 @@ from torch import nn
 import checkpoint
 import vit
 
-ARGV = [*PARITY, "--global-batch", "12"]  # fewer images to decode
+ARGV = [*LEARNING_ARGV, "--global-batch", "12"]  # fewer images to decode
 SHARD = "__0_0.distcp"
 
 

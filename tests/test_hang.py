@@ -13,8 +13,7 @@ from threading import Timer
 
 import pytest
 from conftest import ROOT
-from parity import TILES
-from ranks import NANO, TINY_ARGV, environment, fork_server, free_port
+from ranks import NANO, TILES, TINY_ARGV, environment, fork_server, free_port
 
 import data
 import mesh

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FULL, ROOT
-from parity import TILES
-from ranks import Run, agreed_port, on_ranks, python, run_ranks
+from ranks import TILES, Run, agreed_port, on_ranks, python, run_ranks
 
 import shard
 

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from images import noise_image
-from parity import TILES
-from ranks import TINY_ARGV, main_with_signals, read_log, read_records
+from ranks import TILES, TINY_ARGV, main_with_signals, read_log, read_records
 
 import data
 

@@ -7,8 +7,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Case, compare
-from ranks import full_parameters, join, on_ranks
+from ranks import (
+    LEARNING_ARGV,
+    NANO,
+    TILES,
+    Result,
+    Run,
+    full_parameters,
+    join,
+    on_ranks,
+    run_ranks,
+)
 from small_model import CONFIG, CPU, UNITS, batch, build, forward_backward
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+import data
 import mesh
 import shard
 import vit
@@ -179,22 +189,69 @@ def test_prefetch_is_what_it_says(tmp_path):
 
 
 # every engine, shards with and without replicas, accumulation, checkpointing
-DAILY = [
-    Case(2, "ddp", accum=2),
-    Case(2, "zero1", ac="full"),
-    Case(2, "shard_grad_op", 1, accum=2),
-    Case(2, "full_shard", 2, ac="full"),
-    Case(4, "hybrid", 2, 2, accum=2),
-]
+MODES = {
+    2: [
+        "--mode ddp --accum 2",
+        "--mode zero1 --ac full",
+        "--mode shard_grad_op --fsdp 1 --accum 2",
+        "--mode full_shard --ac full",
+    ],
+    4: ["--mode hybrid --group 2 --accum 2"],
+}
+
+
+def plain_training() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Return losses, gradient norms and final parameters of what LEARNING_ARGV means.
+
+    In one process, over whole batches, with PyTorch's own AdamW and clipping.
+    """
+    model = vit.ViTMAE(NANO, 48)
+    vit.initialize(model, seed=3)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
+    loader = data.build_loader(
+        data.scan(TILES),
+        img_size=48,
+        patches=vit.patch_count(NANO, 48),
+        seed=3,
+        global_batch=48,
+        micro_batch_size=48,
+        steps=range(4),
+    )
+    peak = 5e-3 * 48 / 256
+    rates = [peak / 2, peak, peak, peak / 2]  # warm-up, then half of the cosine
+    losses: list[float] = []
+    norms: list[float] = []
+    for rate, images in zip(rates, loader, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, _, _ = model(data.normalize(images.image), 0.75, images.noise)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow
 def test_same_training_whatever_the_sharding(tmp_path):
     """Loss and gradient norm within 1e-5 of one process's, parameters within 1e-4, replicas equal.
 
-    The whole grid: python tests/parity.py
+    In all rows and groups: test_verify.py.
     """
-    found = compare(DAILY, tmp_path)
-    bad = {case: d for case, d in found.items() if not d.fine()}
-    assert not bad
-    assert len(found) == len(DAILY)
+    losses, norms, expected = plain_training()
+    results: list[Result] = []
+    for world, modes in MODES.items():
+        runs = [Run([*LEARNING_ARGV, *flags.split()]) for flags in modes]
+        results += run_ranks(world, runs, tmp_path / str(world))
+    assert len(results) == 5
+    for result in results:
+        assert [step["loss"] for step in result.steps] == pytest.approx(losses, rel=1e-5)
+        assert [step["grad_norm"] for step in result.steps] == pytest.approx(norms, rel=1e-5)
+        assert result.params.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(result.params[name], value, rtol=0, atol=1e-4)
+        assert result.replicas_differ == 0

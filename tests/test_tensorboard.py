@@ -5,8 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from parity import TILES
-from ranks import TINY_ARGV, read_records
+from ranks import TILES, TINY_ARGV, read_records
 
 import train_fsdp
 

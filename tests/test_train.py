@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from parity import ARGV, TILES
-from ranks import TINY_ARGV, Run, environment, free_port, read_log, run_ranks, status_of
+from ranks import (
+    LEARNING_ARGV,
+    TILES,
+    TINY_ARGV,
+    Run,
+    environment,
+    free_port,
+    read_log,
+    run_ranks,
+    status_of,
+)
 
 import run
 import shard
@@ -157,7 +166,7 @@ def test_run_syn_keeps_one_batch_and_saves_nothing(tmp_path, monkeypatch):
 
 def poisoned(flags: str, what: str, rank: int, *steps: int) -> Run:
     """A run in which the loss or the gradient of a rank is not finite in these steps, from 0."""
-    return Run([*ARGV, "--global-batch", "12", *flags.split()], what, rank, steps)
+    return Run([*LEARNING_ARGV, "--global-batch", "12", *flags.split()], what, rank, steps)
 
 
 def test_a_bad_step_on_one_rank_ends_all_and_is_never_applied(tmp_path):
