@@ -13,11 +13,9 @@ official MAE and of timm, so only weights of transformers are renamed.
 import argparse
 import json
 import math
-import os
 import pickle
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,10 +74,7 @@ CONFIG = {
 
 
 def read_source(path: Path) -> tuple[Weights, Known]:
-    """Read a run, a checkpoint, a file or a folder -> weights, and what it says of them.
-
-    ValueError or OSError, one sentence, if that is not possible.
-    """
+    """Read a run, a checkpoint, a file or a folder -> weights, and what it says of them."""
     if not path.exists():
         raise ValueError(f"there is no {path}: give a run, a checkpoint, or weights")
     if (path / "config.json").exists():
@@ -87,10 +82,7 @@ def read_source(path: Path) -> tuple[Weights, Known]:
     if path.is_dir():
         weights, facts = checkpoint.read_weights(path)
         return weights, known_of(facts)
-    weights, known = read_file(path)
-    if any(name.endswith("embeddings.cls_token") for name in weights):
-        raise ValueError(f"{path} has transformers' names: give its folder, with config.json")
-    return weights, known
+    return read_file(path)
 
 
 def known_of(facts: dict[str, Any]) -> Known:
@@ -101,10 +93,7 @@ def known_of(facts: dict[str, Any]) -> Known:
 
 
 def read_file(path: Path) -> tuple[Weights, Known]:
-    """Read a file of safetensors or torch.save -> its tensors by name, and what it says of them.
-
-    Leaves out a classifier's head, and the prefixes of DDP and torch.compile.
-    """
+    """Read a file -> its tensors by name, without a classifier's head, and what it says of them."""
     if path.suffix == ".safetensors":
         tensors, known = read_safetensors(path)
     else:
@@ -113,7 +102,7 @@ def read_file(path: Path) -> tuple[Weights, Known]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{path}: {name} is not a tensor but {type(tensor).__name__}")
-        clean = re.sub(r"^(module\.|_orig_mod\.)+", "", name)
+        clean = re.sub(r"^(module\.|_orig_mod\.)+", "", name)  # of DDP and torch.compile
         if not clean.startswith("head."):
             weights[clean] = tensor
     return weights, known
@@ -135,10 +124,7 @@ def read_safetensors(path: Path) -> tuple[Weights, Known]:
 
 
 def read_torch_file(path: Path) -> tuple[Weights, Known]:
-    """Read a file of torch.save -> its tensors by name, and what it says of them.
-
-    If it also has a moving average of the weights, that is read instead, as timm does.
-    """
+    """Read a file of torch.save -> its tensors by name, and what it says of them."""
     try:  # the official training code saves its arguments, a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -146,6 +132,7 @@ def read_torch_file(path: Path) -> tuple[Weights, Known]:
         why = "it is damaged, of an old format, or contains more than weights"
         raise ValueError(f"torch.load(weights_only=True) refuses {path}: {why}") from None
     weights = found
+    # a moving average before the weights themselves, as timm does
     for key in "state_dict_ema", "model_ema", "state_dict", "model":
         if found.get(key):
             weights = found[key]
@@ -160,9 +147,10 @@ def read_torch_file(path: Path) -> tuple[Weights, Known]:
 
 def read_transformers(folder: Path) -> tuple[Weights, Known]:
     """Read a folder of a vit_mae model -> weights by our names, and what it says of them."""
-    files = [folder / name for name in ("model.safetensors", "pytorch_model.bin")]
-    present = [file for file in files if file.exists()]
-    if not present:
+    file = folder / "model.safetensors"
+    if not file.exists():
+        file = folder / "pytorch_model.bin"
+    if not file.exists():
         advice = 'model.save_pretrained(..., max_shard_size="100GB") writes one file'
         raise ValueError(f"{folder} has no model.safetensors and no pytorch_model.bin: {advice}")
     config = json.loads((folder / "config.json").read_bytes())
@@ -173,19 +161,14 @@ def read_transformers(folder: Path) -> tuple[Weights, Known]:
     processor = folder / "preprocessor_config.json"
     if processor.exists():
         known |= read_image_processor(json.loads(processor.read_bytes()), config["num_channels"])
-    theirs, _ = read_file(present[0])
+    theirs, _ = read_file(file)
     return from_transformers(theirs), known
 
 
 def read_transformers_config(config: Known, folder: Path) -> Known:
-    """Return what the config.json of a vit_mae model says; ValueError for another architecture.
-
-    Widths that are not in CONFIG show in the shapes of the weights.
-    """
+    """Return what the config.json of a vit_mae model says; ValueError for another architecture."""
     if config.get("hidden_act", "gelu") not in ("gelu", "gelu_python"):  # others approximate it
         raise ValueError(f"{folder}: hidden_act is {config['hidden_act']!r}, here 'gelu'")
-    if config.get("auto_map"):
-        raise ValueError(f"{folder}: config.json has an auto_map: it is a model of other code")
     epsilon = config.get("layer_norm_eps", 1e-12)
     if not 0 <= epsilon <= LARGEST_EPS:
         raise ValueError(f"{folder}: the epsilon of its norms is {epsilon:g}, here {NORM_EPS:g}")
@@ -278,9 +261,9 @@ class Model:
 
 
 def read_model(path: Path, size: str | None = None, img_size: int | None = None) -> Model:
-    """Read a model of this `size`, if the source does not say it; ValueError or OSError.
+    """Read a model, of this `size` if the source does not say it; ValueError or OSError.
 
-    Its positions are resampled for images of `img_size` pixels, if that is given.
+    `img_size`: the pixels of images for which its positions are resampled.
     """
     weights, known = read_source(path)
     for name in "patch_embed.proj.weight", "pos_embed":
@@ -303,10 +286,6 @@ def read_model(path: Path, size: str | None = None, img_size: int | None = None)
     if "img_size" not in known and not torch.allclose(weights["pos_embed"], square, atol=1e-2):
         assumed["square"] = "its images were square"
     assume(flags, assumed)
-    mean = flags["channel_mean"]
-    std = flags["channel_std"]
-    if len(mean) != channels or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
-        raise ValueError(f"{path}: {channels} channels cannot have means {mean}, deviations {std}")
     if img_size:
         flags["img_size"] = img_size
         side = math.isqrt(vit.patch_count(config, img_size))
@@ -374,8 +353,7 @@ def write_model(model: Model, out: Path, layout: str) -> None:
 
     `official`: a file with the weights under "model". `timm`: the same of the encoder alone.
     `transformers`: a folder. `checkpoint`: OUT/step_00000000. ValueError for a model that the
-    library does not have, or where there is something at `out`; OSError, and nothing is left there,
-    where writing fails.
+    library does not have, or where there is something at `out`; OSError where writing fails.
     """
     if model.config.gated_mlp and layout in ("official", "transformers"):
         raise ValueError("its MLP is gated, which this library does not have: --to timm has it")
@@ -384,19 +362,15 @@ def write_model(model: Model, out: Path, layout: str) -> None:
     if layout == "checkpoint":
         write_checkpoint(model, out)
     elif layout == "transformers":
-        with tempfile.TemporaryDirectory(prefix=".convert_", dir=out.parent) as folder:
-            new = Path(folder, "new")  # renamed when it is complete
-            new.mkdir()
-            (new / "config.json").write_text(json.dumps(transformers_config(model), indent=2))
-            if model.flags["image_dtype"] == "uint8":
-                processor = json.dumps(image_processor(model), indent=2)
-                (new / "preprocessor_config.json").write_text(processor)
-            weights = to_transformers(model.weights)
-            write_weights(weights, model.facts, new / "model.safetensors")
-            new.rename(out)
+        out.mkdir()
+        write_weights(to_transformers(model.weights), model.facts, out / "model.safetensors")
+        (out / "config.json").write_text(json.dumps(transformers_config(model), indent=2))
+        if model.flags["image_dtype"] == "uint8":
+            processor = json.dumps(image_processor(model), indent=2)
+            (out / "preprocessor_config.json").write_text(processor)
     elif layout == "timm":
-        encoder = [name for name in model.weights if not name.startswith(DECODER)]
-        write_weights({name: model.weights[name] for name in encoder}, model.facts, out)
+        weights = {n: t for n, t in model.weights.items() if not n.startswith(DECODER)}
+        write_weights(weights, model.facts, out)
     else:
         write_weights(model.weights, model.facts, out)
 
@@ -419,13 +393,10 @@ def write_weights(weights: Weights, facts: dict[str, Any], path: Path) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import save
 
-        # safetensors takes neither channels_last tensors nor two tensors that share memory
-        own: Weights = {}
-        for name, tensor in weights.items():
-            own[name] = tensor.clone(memory_format=torch.contiguous_format)
-        content = save(own, {"format": "pt", "facts": json.dumps(facts)})
+        # safetensors takes no two tensors that share memory
+        own = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
         with checkpoint.atomic_write(path) as file:
-            file.write(content)
+            file.write(save(own, {"format": "pt", "facts": json.dumps(facts)}))
     else:
         with checkpoint.atomic_write(path) as file:
             torch.save({"model": weights} | facts, file)
@@ -464,12 +435,10 @@ def image_processor(model: Model) -> dict[str, Any]:
     }
 
 
-def timm_line(model: Model, path: str) -> str:
+def timm_line(model: Model, path: Path) -> str:
     """Return the line of Python that loads a file in timm, which has no such model by name."""
     c = model.config
-    gated = ""
-    if c.gated_mlp:
-        gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", '
+    gated = 'mlp_layer=timm.layers.SwiGLU, act_layer="silu", ' if c.gated_mlp else ""
     return (
         f'timm.create_model("vit_base_patch16_224", img_size={model.flags["img_size"]}, '
         f"patch_size={c.patch}, embed_dim={c.width}, depth={c.depth}, num_heads={c.heads}, "
@@ -484,18 +453,13 @@ def timm_line(model: Model, path: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     about, *more = str(__doc__).split("\n\n")
-    parser = argparse.ArgumentParser(
-        "convert.py",
-        description=about,
-        epilog="\n\n".join(more[:2]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("convert.py", description=about, allow_abbrev=False)
+    parser.epilog = "\n\n".join(more[:2])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    path = os.path.expanduser
     layouts = ("official", "timm", "transformers", "checkpoint")
-    add("source", type=path, metavar="SOURCE", help="run, checkpoint, file or folder of weights")
-    add("out", type=path, metavar="OUT", help="new file, or folder, to write")
+    add("source", type=Path, metavar="SOURCE", help="run, checkpoint, file or folder of weights")
+    add("out", type=Path, metavar="OUT", help="new file, or folder, to write")
     add("--to", choices=layouts, default="official", help="layout to write (default official)")
     add("--model", metavar="SIZE", help="where the source does not say: base, or tiny:heads=6")
     add("--img-size", type=int, metavar="PIXELS", help="resample the positions for such images")
@@ -506,8 +470,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit status: 1 where it failed, 2 for bad usage."""
     args = build_parser().parse_args(argv)
     try:
-        model = read_model(Path(args.source), args.model, args.img_size)
-        write_model(model, Path(args.out), args.to)
+        model = read_model(args.source, args.model, args.img_size)
+        write_model(model, args.out, args.to)
     except (ValueError, ImportError, OSError) as error:
         print(f"convert.py: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

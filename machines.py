@@ -1,12 +1,11 @@
 """Machines: what a device and the links between devices can do; measuring those at hand.
 
-One rank is one device: on Frontier one GCD, half of an MI250X. There are three levels of links:
-inside a package (of the two GCDs of an MI250X), inside a node, and over the network. A collective
-is modelled as a ring: each rank sends to the next one in rank order, as in NCCL and RCCL.
+One rank is one device: on Frontier one GCD, half of an MI250X. Links are inside a package (of two
+GCDs), inside a node, or the network. A collective is modelled as a ring in rank order.
 
-For a machine of your own, write a JSON file and give it by `--machine FILE`. Name the nearest known
-machine and list what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}; or let `plan.py
---measure FILE` write it.
+For a machine of your own, give `--machine FILE`, a JSON file that names the nearest known machine
+and lists what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}; or let `plan.py --measure
+FILE` write it.
 """
 
 import argparse
@@ -15,16 +14,19 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import mesh
 import shard
@@ -47,10 +49,7 @@ class LinkSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of a machine: published ones, then constants; bandwidths are for one direction.
-
-    If the machine was measured, `parts`, `links` and the fields below them replace the constants.
-    """
+    """The figures of a machine: published ones, then constants; bandwidths are one-way."""
 
     name: str
     ranks_per_package: int  # ranks joined by the fastest link; 1 if there is no such link
@@ -75,7 +74,7 @@ class Machine:
     doubling_loss: float = 0.01  # share of its speed that a step loses per doubling of nodes
     workspace_gib: float = 0.1  # held in the allocator by libraries and the input
     head_multiple: int = 8  # attention kernels pad the features of a head to a multiple of this
-    # What `plan.py --measure` found; the machines below have none of it
+    # What `plan.py --measure` found, instead of constants
     measured: str = ""  # where, and for which flags last
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # by part_key: s per image
     links: Mapping[str, LinkSpeed] = field(default_factory=dict, hash=False)  # "node all_gather"
@@ -93,10 +92,7 @@ class Machine:
 
 
 def part_key(engine: str, precision: str, numel: int, heads: int, tokens: int) -> str:
-    """Describe what decides how long a block, or the root, takes for an image.
-
-    The root is all layers outside of the blocks: it has 0 heads, and patches instead of tokens.
-    """
+    """Describe what decides how long a block takes for an image, or the root, with 0 heads."""
     engine = "unsharded" if engine == "ddp" else "FSDP"
     dtype = "fp32" if precision == "fp32" else "bf16"  # fp16 is as fast
     return f"{engine}, {dtype}, {numel} parameters, {heads} heads, {tokens} tokens"
@@ -129,10 +125,8 @@ FRONTIER = replace(
 def like_h200(machine: Machine, memory_bytes_per_second: float) -> Machine:
     """Return a machine with the constants of an H200, scaled by the bandwidth of its memory.
 
-    Fitted on one (4.8 TB/s; torch 2.11, bf16, ddp, one rank; benchmarks/gpu.py): base, huge and
-    1b at batch 512 and 3b at 256 are within 4 %; --ac full takes up to 13 % less. Where the host
-    launches kernels more slowly than the GPU runs them, a step takes longer: base at batch 32 took
-    36 ms, planned 7.
+    Fitted on one (4.8 TB/s; torch 2.11, bf16, ddp, one rank; benchmarks/gpu.py), within 4 %. Where
+    the host launches kernels too slowly, a step takes longer: base at batch 32 36 ms, planned 7.
     """
     share = memory_bytes_per_second / 4.8e12
     return replace(
@@ -183,21 +177,19 @@ def read_machine(name: str) -> Machine:
 
 
 def check_figures(machine: Machine, like: Machine) -> None:
-    """Raise ValueError for a figure of another type or, by its size, in another unit."""
-    for name, value in vars(machine).items():
-        usual = getattr(like, name)
+    """Raise ValueError for what is no number, or a figure that by its size is in another unit."""
+    for name, usual in vars(like).items():
         if not isinstance(usual, int | float):
             continue
-        kind = int if isinstance(usual, int) else int | float
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value < math.inf:
-            what = "a whole number" if kind is int else "a number from 0 up, without quotes"
-            raise ValueError(f"{name} must be {what}, not {json.dumps(value)}")
+        value = getattr(machine, name)
         # the slowest network above is 320 times slower than the fastest, but a thousandth of what
         # is usual, or 50 times as much, is a slip in the unit
-        figure = kind is int or name.endswith(("memory_gib", "_flops", "bytes_per_second"))
-        if figure and not usual / 400 <= value <= usual * 50:
-            unit = "count ranks, bytes/s, FLOP/s or GiB"
-            raise ValueError(f"{name} {value:g} is far from {like.name}'s {usual:g}: {unit}")
+        in_unit = type(value) in (int, type(usual)) and value >= 0
+        if in_unit and name.endswith(("memory_gib", "_flops", "bytes_per_second", "_per_node")):
+            in_unit = usual / 800 <= value <= usual * 50
+        if not in_unit:
+            unit = "a number of ranks, bytes/s, FLOP/s or GiB"
+            raise ValueError(f"{name} {value!r} is far from {like.name}'s {usual:g}, {unit}")
 
 
 def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
@@ -214,8 +206,7 @@ def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
 def ring_neighbours(world_size: int, ranks: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Return all ranks, and the rank that each sends to, both (N,), if every group is a ring.
 
-    A group has `ranks` ranks, each `stride` after the one before: 1 in a shard group, the size of
-    a shard group in a replicate group (see mesh.py).
+    A group has `ranks` ranks, each `stride` after the one before (see mesh.py).
     """
     rank = np.arange(world_size)
     last = rank // stride % ranks == ranks - 1
@@ -225,10 +216,7 @@ def ring_neighbours(world_size: int, ranks: int, stride: int) -> tuple[np.ndarra
 
 @lru_cache(maxsize=1024)
 def rings_leaving_node(machine: Machine, world_size: int, ranks: int, stride: int) -> int:
-    """Return the largest number of rings that leave one node, whose network they share.
-
-    ValueError if none leaves a node.
-    """
+    """Return the largest number of rings that leave one node, whose network they share."""
     rank, following = ring_neighbours(world_size, ranks, stride)
     node = rank // machine.ranks_per_node
     leaving = node != following // machine.ranks_per_node
@@ -258,9 +246,8 @@ def hop_count(kind: str, ranks: int) -> int:
 def wire_bytes(kind: str, payload: float, ranks: int) -> float:
     """Compute the bytes that a rank sends in a collective on a full tensor of `payload` bytes.
 
-    In a ring of n ranks, a rank sends n - 1 of the tensor's n parts. An all-reduce is a
-    reduce-scatter and an all-gather, so it sends twice as much (Patarasuk & Yuan 2009). In a
-    pipelined broadcast every rank but the last sends the whole tensor, (n - 1) / n on average.
+    In a ring of n ranks it sends n - 1 of n parts; in an all-reduce, a reduce-scatter and an
+    all-gather, twice as much (Patarasuk & Yuan 2009). A broadcast is pipelined: so on average.
     """
     return (2 if kind == "all_reduce" else 1) * payload * (ranks - 1) / ranks
 
@@ -293,13 +280,11 @@ def measure(args: argparse.Namespace, run: Any, ranks: mesh.Ranks, device: torch
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
         fixed = {}
-    meeting = Meeting(ranks, device)
-    links = measure_links(meeting, like)
+    links = measure_links(ranks, device, like)
+    steps = measure_steps(args.model, run, device)
     dist.destroy_process_group()
-    mesh.init_ranks(mesh.Ranks(), device)  # from here on each rank steps by itself
-    steps = measure_steps(args.model, run, meeting)
-    meeting.end()
-    dist.destroy_process_group()
+    if ranks.rank > 0:
+        return
     parts = steps.pop("parts")
     machine = replace(
         like,
@@ -313,13 +298,12 @@ def measure(args: argparse.Namespace, run: Any, ranks: mesh.Ranks, device: torch
         **fixed,
         **steps,
     )
-    if ranks.rank == 0:
-        known = {"like": args.machine} | asdict(machine)
-        Path(path).write_text(json.dumps(known, indent=2) + "\n")
-        for key, (rate, launch, hop) in links.items():
-            latency = f"{1e6 * launch:.0f} us, {1e6 * hop:.0f} us a hop"
-            print(f"{key:24} {rate / 1e9:.4g} GB/s, {latency}")
-        print(f"written to {path}: use --machine {path}; what was not measured is {like.name}'s")
+    known = {"like": args.machine} | asdict(machine)
+    Path(path).write_text(json.dumps(known, indent=2) + "\n")
+    for key, (rate, launch, hop) in links.items():
+        latency = f"{1e6 * launch:.0f} us, {1e6 * hop:.0f} us a hop"
+        print(f"{key:24} {rate / 1e9:.4g} GB/s, {latency}")
+    print(f"written to {path}: use --machine {path}; what was not measured is {like.name}'s")
 
 
 def parts_in(path: str) -> Mapping[str, float]:
@@ -330,72 +314,51 @@ def parts_in(path: str) -> Mapping[str, float]:
         return read_machine(path).parts if stream.tell() else {}
 
 
-class Meeting:
-    """All ranks of a launcher, which also meet while each has a process group of its own.
-
-    Otherwise some would be timed while others wait, and have cores and memory for themselves.
-    """
-
-    def __init__(self, ranks: mesh.Ranks, device: torch.device) -> None:
-        """Open a store on rank 0. Collective, in the process group of all ranks."""
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self.ranks = ranks
-        self.device = device
-        self.meetings = 0
-        if ranks.rank == 0:
-            self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = on_rank0(lambda: self.store.port)
-        if ranks.rank > 0:
-            self.store = dist.TCPStore(host, port)
-
-    def mean(self, value: float) -> float:
-        """Wait for all ranks; return the mean of their values. Collective."""
-        self.meetings += 1
-        keys = [f"{self.meetings} {rank}" for rank in range(self.ranks.world_size)]
-        self.store.set(keys[self.ranks.rank], str(value))
-        return mean(float(self.store.get(key)) for key in keys)
-
-    def end(self) -> None:
-        """Keep rank 0, which serves the store, until the others have read from it. Collective."""
-        self.store.set(f"end {self.ranks.rank}", "")
-        if self.ranks.rank == 0:
-            self.store.wait([f"end {rank}" for rank in range(self.ranks.world_size)])
+def mean_over_ranks(value: float, device: torch.device) -> float:
+    """Wait for all ranks; return the mean of their values. Collective."""
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
-def mean_seconds(work: Callable[[], object], meeting: Meeting) -> float:
+def mean_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Time a call that all ranks make at once: the mean of three rounds, and of all ranks.
 
     Not the median: a step makes many such calls, and the slow ones among them count. Collective.
     """
 
     def round_of(repeats: int) -> float:
-        meeting.mean(0)
+        mean_over_ranks(0, device)  # otherwise some would have cores and memory for themselves
         start = time.perf_counter()
         for _ in range(repeats):
             work()
-        if meeting.device.type == "cuda":
-            torch.cuda.synchronize(meeting.device)
-        return meeting.mean((time.perf_counter() - start) / repeats)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return mean_over_ranks((time.perf_counter() - start) / repeats, device)
 
     round_of(1)
     repeats = max(1, min(50, int(ROUND_SECONDS / round_of(1))))
     return mean(round_of(repeats) for _ in range(3))
 
 
-def measure_steps(model: str, run: Any, meeting: Meeting) -> dict[str, Any]:
+def measure_steps(model: str, run: Any, device: torch.device) -> dict[str, Any]:
     """Measure blocks, root and update, unsharded and under FSDP2 on one rank -> fields of Machine.
 
-    AdamW's rate is from what more blocks add to the update. What is left of an update, without and
-    with FSDP, are the seconds per step and per sharded parameter.
+    AdamW's rate is from what more blocks add to an update; the rest is per step and per parameter.
     """
+    # each rank shards with itself alone
+    names = ("rank", "replicate", "shard")
+    shape = (dist.get_world_size(), 1, 1)
+    alone = init_device_mesh(device.type, shape, mesh_dim_names=names)["replicate", "shard"]
     parts = {}
     firsts = []
     encoders = []
     for mode in ("ddp", "full_shard"):
-        first, deep_encoder, deep_decoder = (
-            time_step(model, depths, mode, run, meeting)
-            for depths in ((1, 1), (1 + MORE, 1), (1, 1 + MORE))
-        )
+        with mock.patch.object(mesh, "build_mesh", return_value=alone):
+            first, deep_encoder, deep_decoder = (
+                time_step(model, depths, mode, run, device)
+                for depths in ((1, 1), (1 + MORE, 1), (1, 1 + MORE))
+            )
         encoder = (deep_encoder - first) / MORE
         decoder = (deep_decoder - first) / MORE
         measured = {"root": first - encoder - decoder, "encoder": encoder, "decoder": decoder}
@@ -417,14 +380,13 @@ def measure_steps(model: str, run: Any, meeting: Meeting) -> dict[str, Any]:
 
 
 def time_step(
-    model: str, depths: tuple[int, int], mode: str, run: Any, meeting: Meeting
+    model: str, depths: tuple[int, int], mode: str, run: Any, device: torch.device
 ) -> np.ndarray:
-    """Time a step of a model with so many encoder and decoder blocks, on one rank.
+    """Time a step of a model with so many encoder and decoder blocks, on each rank for itself.
 
     Returns the seconds of forward and backward, those of the update, and how many numbers and
-    tensors the parameters have.
+    tensors the parameters have. Collective.
     """
-    device = meeting.device
     separator = "," if ":" in model else ":"
     sizes = f"{model}{separator}depth={depths[0]},decoder_depth={depths[1]}"
     words = f"--mode {mode} --img-size {run.img_size} --batch {run.batch} --mask-ratio"
@@ -446,16 +408,14 @@ def time_step(
         skip = guard.check(0, loss, norm, train_fsdp.Requests())
         shard.optimizer_step(training.optimizer, skip)
 
-    seconds = mean_seconds(forward_backward, meeting)
+    seconds = mean_seconds(forward_backward, device)
     loss = forward_backward()
     numbers = [p.numel() for p in training.model.parameters()]
-    return np.array([seconds, mean_seconds(update, meeting), sum(numbers), len(numbers)])
+    return np.array([seconds, mean_seconds(update, device), sum(numbers), len(numbers)])
 
 
-def measure_links(meeting: Meeting, like: Machine) -> dict[str, LinkSpeed]:
+def measure_links(ranks: mesh.Ranks, device: torch.device, like: Machine) -> dict[str, LinkSpeed]:
     """Measure collectives inside packages, inside nodes, and over the network. Collective."""
-    ranks = meeting.ranks
-    device = meeting.device
     local = ranks.local_world_size
     nodes = ranks.world_size // local
     groups: dict[str, Any] = {}
@@ -467,12 +427,14 @@ def measure_links(meeting: Meeting, like: Machine) -> dict[str, LinkSpeed]:
         groups["node"] = grid.get_group("shard")
     if nodes > 1:
         groups["network"] = grid.get_group("replicate")
+    # newer PyTorch has other names for two collectives
+    warnings.filterwarnings("ignore", "`torch.distributed.*_tensor` is deprecated", FutureWarning)
     found = {}
     for level, kind in itertools.product(groups, COLLECTIVES):
         size = groups[level].size()
         payloads = PAYLOADS[device.type]
         short, long = (
-            mean_seconds(collective(kind, payload, groups[level], device), meeting)
+            mean_seconds(collective(kind, payload, groups[level], device), device)
             for payload in payloads
         )
         few, many = (wire_bytes(kind, payload, size) for payload in payloads)

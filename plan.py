@@ -6,13 +6,10 @@
     python plan.py --model 3b --world-size 64 --simulate        # and one step of the real code
     torchrun --nproc-per-node 8 plan.py --measure mine.json     # then: --machine mine.json
 
-It says whether the run fits, up to which local batch, how many bytes go over which link, and how
-fast the run can be at best. It takes all flags of train_fsdp.py, and plans for --world-size ranks
-(default: one node of the machine). It needs neither a GPU nor other processes, except to --measure.
-
-Memory is that of live tensors (CUDA's max_memory_allocated); `peak_active` also counts freed memory
-that another stream still uses, as under FSDP1. The step time is a lower bound: nothing waits for
-data, a slow rank or a disk. What a machine can do is in machines.py.
+It takes all flags of train_fsdp.py, and needs neither a GPU nor other processes, except to
+--measure. Memory is that of live tensors (CUDA's max_memory_allocated); `peak_active` also counts
+freed memory that another stream still uses, as under FSDP1. The step time is a lower bound: nothing
+waits for data, a slow rank or a disk. What a machine can do is in machines.py.
 """
 
 import json
@@ -47,10 +44,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass
 class PlannedRun:
-    """The flags on which memory, traffic and time of a step depend, named as in train_fsdp.py.
-
-    ValueError if the group does not fit the mode.
-    """
+    """The flags on which memory, traffic and time of a step depend, named as in train_fsdp.py."""
 
     config: vit.ViTConfig
     mode: str
@@ -109,13 +103,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: those of a block, or of the root.
-
-    The blocks of a part (encoder or decoder) are alike, so one Unit stands for all `count` of them.
-    """
+    """Parameters that are gathered and reduced together: those of a block, or of the root."""
 
     part: str  # root, encoder or decoder
-    count: int
+    count: int  # the blocks of a part are alike: one Unit stands for all of them
     shapes: tuple[tuple[int, ...], ...]  # of each parameter, in the order of the module
 
     @cached_property
@@ -131,9 +122,8 @@ class Unit:
     def padded(self, run: PlannedRun) -> int:
         """Count the elements, with padding, of the full tensor in the unit's collectives.
 
-        FSDP2 pads dim 0 of every parameter to a multiple of the shard group. FSDP1 joins the
-        parameters to a flat one, aligns each to 16 bytes of the compute dtype, and pads the end to
-        a multiple of the ranks (torch/distributed/fsdp: _fsdp_param.py, _flat_param.py).
+        FSDP2 pads dim 0 of every parameter to a multiple of the shard group; FSDP1 aligns each to
+        16 bytes and pads their end (torch/distributed/fsdp: _fsdp_param.py, _flat_param.py).
         """
         if run.engine == "ddp":
             return self.numel
@@ -184,10 +174,7 @@ def run_units(run: PlannedRun) -> tuple[Unit, ...]:
     return (Unit("root", 1, tuple(shapes)),)
 
 
-# --- What a step sends
-#
-# By the rules of shard.py, unit by unit. The gradient norm, the check for bad steps and the log are
-# not counted: they send a few numbers.
+# --- What a step sends: without the norm, the check for bad steps and the log, a few numbers
 
 
 @dataclass(frozen=True)
@@ -209,11 +196,10 @@ def collectives(run: PlannedRun) -> list[Collective]:
 
 
 def fsdp_collectives(run: PlannedRun) -> Iterator[Collective]:
-    """Yield an all-gather before forward, another before backward, a reduce-scatter after it.
+    """Yield the all-gathers before forward and backward, and the reductions after it.
 
-    The second all-gather is only for units that were freed in between, which the root is not. If
-    there are replicas, an all-reduce over them follows. Each accumulation step does all of that,
-    except that FSDP2 all-reduces only in the last one (shard.accumulation).
+    The root is not freed in between. Each accumulation step sends all of that, except that FSDP2
+    all-reduces over replicas only in the last one (shard.accumulation).
     """
     size = BYTES[run.reduce_dtype]
     ranks = run.shard
@@ -232,10 +218,9 @@ def fsdp_collectives(run: PlannedRun) -> Iterator[Collective]:
 
 
 def ddp_collectives(run: PlannedRun) -> Iterator[Collective]:
-    """Yield one all-reduce per bucket, in the last accumulation step, and ZeRO-1's broadcasts.
+    """Yield one all-reduce per bucket, in the last accumulation step.
 
-    A bucket is fp32, unless --reduce-dtype has 16 bits: then a compression hook sends it in that
-    dtype. Under ZeRO-1 each rank then broadcasts the parameters that it has updated.
+    Under ZeRO-1 each rank then broadcasts the parameters that it has updated.
     """
     world = run.world_size
     size = BYTES[run.reduce_dtype]
@@ -250,9 +235,8 @@ def ddp_collectives(run: PlannedRun) -> Iterator[Collective]:
 def ddp_buckets(run: PlannedRun) -> list[int]:
     """Count the elements of each bucket: parameters fill it in reverse order until it is full.
 
-    The first bucket is full at 1 MiB, so that sending starts early, all others at 25 MiB; or all
-    are full at `bucket_cap_mb` (torch/nn/parallel/distributed.py). DDP orders a few parameters
-    differently, so single buckets may differ, but their sum does not.
+    The first is full at 1 MiB, all others at 25 MiB; or all at `bucket_cap_mb`. DDP orders a few
+    parameters differently, so single buckets may differ, but their sum does not.
     """
     cap = int((run.bucket_cap_mb or 25) * 2**20)
     limit = cap if run.bucket_cap_mb else 2**20
@@ -287,11 +271,9 @@ def link_bytes(run: PlannedRun, machine: Machine) -> dict[str, dict[str, float]]
 
 # --- What a rank holds
 #
-# With n parameters, G ranks in a shard group, AdamW and mixed precision, a rank holds (Rajbhandari
-# et al., ZeRO, arXiv 1910.02054, figure 1): 4 n bytes of fp32 parameters, 4 n of gradients and 8 n
-# of optimizer states, each in full, or divided by G if the strategy shards it. On top come full
-# parameters of the units in use, and the activations. The peak is the largest sum of what is live
-# at one moment, not the sum of all. On a GPU, flash attention pads the features of a head.
+# Of n parameters (ZeRO, arXiv 1910.02054, figure 1): 4 n bytes in fp32, 4 n of gradients, 8 n of
+# AdamW's states, each in full or divided by the ranks of a shard group. On top come full parameters
+# of the units in use, and the activations. The peak is the largest sum of what is live at a moment.
 
 MEMORY_PARTS = (
     "parameters",
@@ -307,15 +289,9 @@ MEMORY_PARTS = (
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The bytes of the activations of one block, for the local batch.
+    """The bytes of the activations of one block, for the local batch."""
 
-    Autograd saves in vit.Block: the input of every layer with weights, of GELU and of the norms
-    (with each token's mean and deviation), and q, k, v, output and log-sum-exp of the attention.
-    Let e be one tensor (B, T, D), and f one (B, T, MLP width): that is 8 e + 2 f, or 8 e + 4 f for
-    a gated MLP.
-    """
-
-    e: int
+    e: int  # one tensor (B, T, D)
     saved: int  # between forward and backward, under the run's --ac
     forward: int  # the most that is live inside forward, beyond what is saved
     backward: list[tuple[int, int]]  # (activations, parameter gradients) at moments of backward
@@ -324,9 +300,10 @@ class BlockMemory:
 def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     """Count the activations of a block for the local batch.
 
-    In backward, saved or recomputed activations are freed one after another, as their gradients
-    appear. The gradients of the block's parameters appear one by one, and stay until they are
-    reduced.
+    Autograd saves in vit.Block: the input of every layer with weights, of GELU and of the norms
+    (with each token's mean and deviation), and q, k, v, output and log-sum-exp of the attention.
+    With f, one tensor (B, T, MLP width), that is 8 e + 2 f, or 8 e + 4 f for a gated MLP. Backward
+    frees them one after another; the gradients of parameters stay until they are reduced.
     """
     c = run.config
     width = run.widths[unit.part]
@@ -340,6 +317,7 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     size = run.compute_bytes
     e = tokens * width * size
     f = tokens * hidden * size
+    # flash attention on a GPU pads the features of a head
     padded = tokens * heads * round_up(width // heads, machine.head_multiple) * size
     out = padded
     if padded != e:  # proj takes a copy without the padding
@@ -365,8 +343,7 @@ def block_memory(run: PlannedRun, unit: Unit, machine: Machine) -> BlockMemory:
     backward = [
         (kept + e + gates * f, matrices[-1]),  # at GELU: gradients before and after it
         (kept + 2 * e - gates * f, mlp),  # at the first layer of the MLP
-        # at the attention: the gradients of q, k, v
-        (kept + 3 * e - 2 * gates * f, mlp + attention // 4),
+        (kept + 3 * e - 2 * gates * f, mlp + attention // 4),  # at the attention: of q, k, v
         (kept - e - 2 * gates * f, attention + mlp),  # at qkv
     ]
     return BlockMemory(e, saved, forward, backward)
@@ -396,9 +373,8 @@ class MemorySnapshot:
 class StepMemory:
     """Walk through a step and count the bytes that are live at each moment.
 
-    The lists have an item per block, the encoder's blocks first. As the blocks of a part are alike,
-    what is live changes by a constant amount from one to the next. The largest of all moments is
-    therefore at an end of a part: only the blocks at `ends` are walked through.
+    The lists have an item per block, the encoder's first. The blocks of a part are alike, so the
+    largest of all moments is at an end of a part: only the blocks at `ends` are walked through.
     """
 
     def __init__(self, run: PlannedRun, machine: Machine) -> None:
@@ -448,10 +424,7 @@ class StepMemory:
         }
 
     def gathered_in_forward(self, position: int) -> float:
-        """Count the full parameters while block `position` runs forward.
-
-        Past the last block, it is while the loss is computed.
-        """
+        """Count the full parameters in forward of block `position`; past the last, in the loss."""
         run = self.run
         last = min(position, self.count - 1)
         latest = sum(self.unit[last : last + 1])
@@ -493,12 +466,11 @@ class StepMemory:
         """Count the buffers of gradient collectives when the blocks after `position` are done.
 
         FSDP2 holds the input of a reduce-scatter until the next one, and with a 16-bit reduce dtype
-        each all-reduced shard until the end of backward (_fsdp_param_group.py).
+        each all-reduced shard until the end of backward. DDP then compresses a copy of a bucket.
         """
         run = self.run
         size = BYTES[run.reduce_dtype]
         if run.buckets:
-            # with a 16-bit reduce dtype, the compression hook has a copy of one bucket
             return max(ddp_buckets(run)) * size if size < FP32 else 0
         if run.engine != "fsdp2":
             return 0
@@ -606,8 +578,7 @@ class StepMemory:
     ) -> MemorySnapshot:
         """Count what is live while the gradients of a unit are reduced.
 
-        The blocks after `position` are done. The unit's parameters are freed by then; its gradients
-        take their place in `unsharded`. FSDP2 frees these too before it makes their shard.
+        They take the place of its parameters in `unsharded`. The blocks after `position` are done.
         """
         run = self.run
         size = BYTES[run.reduce_dtype]
@@ -624,12 +595,9 @@ class StepMemory:
 
 
 def states_held(run: PlannedRun) -> float:
-    """Count the elements of the parameters whose optimizer states a rank holds.
-
-    Under ZeRO-1 that is about an equal share: ZeroRedundancyOptimizer assigns whole tensors.
-    """
+    """Count the elements of the parameters whose optimizer states a rank holds."""
     units = run_units(run)
-    if run.zero1:
+    if run.zero1:  # ZeroRedundancyOptimizer assigns whole tensors
         equal = sum(unit.numel * unit.count for unit in units) / run.world_size
         return max(equal, *(max(unit.sizes) for unit in units))
     return sum(unit.padded(run) * unit.count for unit in units) / run.shard
@@ -638,8 +606,7 @@ def states_held(run: PlannedRun) -> float:
 def host_bytes(run: PlannedRun) -> float:
     """Count the bytes of a rank in host memory with --cpu-offload.
 
-    Parameters and gradients are in pinned memory, each tensor rounded up to a power of two; AdamW's
-    two moments are in ordinary memory.
+    Each parameter and gradient is pinned, rounded up to a power of two; AdamW's moments are not.
     """
     total = 0
     for unit in run_units(run):
@@ -654,10 +621,7 @@ def host_bytes(run: PlannedRun) -> float:
 
 
 def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Estimate the seconds that forward and backward of a step take, over all accumulation steps.
-
-    ValueError if the machine was measured, but not for the blocks of this run.
-    """
+    """Estimate the seconds of forward and backward of a step, over all accumulation steps."""
     image_seconds = measured_image_seconds if machine.parts else fitted_image_seconds
     passes = 4 / 3 if run.ac == "full" else 1  # forward runs again: 4 passes instead of 3
     return run.accum * run.batch * image_seconds(run, machine) * passes
@@ -666,8 +630,7 @@ def forward_backward_seconds(run: PlannedRun, machine: Machine) -> float:
 def fitted_image_seconds(run: PlannedRun, machine: Machine) -> float:
     """Estimate the seconds that one image takes, without checkpointing, from fitted constants.
 
-    Matmuls reach a share of the peak; everything else (norms, GELU, softmax, sums) takes a constant
-    time per token and block.
+    Matmuls reach a share of the peak; all else takes a constant time per token and block.
     """
     peak = machine.peak_flops
     if run.precision == "fp32":
@@ -687,7 +650,10 @@ def run_flops(run: PlannedRun) -> int:
 
 
 def measured_image_seconds(run: PlannedRun, machine: Machine) -> float:
-    """Estimate the seconds that one image takes, without checkpointing, on a measured machine."""
+    """Add up the seconds that one image takes, without checkpointing, on a measured machine.
+
+    ValueError if it was not measured for the blocks of this run.
+    """
     total = 0.0
     for unit in model_units(run.config, run.encoder_only):
         sizes = (unit.numel, run.heads[unit.part], run.tokens[unit.part])
@@ -734,10 +700,9 @@ def optimizer_seconds(run: PlannedRun, machine: Machine) -> float:
 def step_time(run: PlannedRun, machine: Machine) -> dict[str, float]:
     """Estimate the seconds of a step and of its parts.
 
-    Communication overlaps with compute, no more than that lasts, and of what could overlap only
-    `hidden_share` does. Under --wrap root nothing overlaps: the only unit is gathered before
-    forward and reduced after backward. With each doubling of its nodes a job loses a little more
-    time (`doubling_loss`), whatever it sends.
+    Of the communication that could overlap with compute, `hidden_share` does; under --wrap root
+    none, as the only unit is gathered before forward and reduced after backward. With each doubling
+    of its nodes a job loses a little more time (`doubling_loss`), whatever it sends.
     """
     compute = forward_backward_seconds(run, machine)
     communication = alone = 0.0

@@ -40,7 +40,7 @@ BATCH = 64  # images that are encoded at once
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Hold the whole weights of one model on the CPU, and what they were trained on."""
+    """The whole weights of one model on the CPU, and what they were trained on."""
 
     config: vit.ViTConfig
     img_size: int  # pixels
@@ -52,10 +52,7 @@ class Pretrained:
 
 
 def read_pretrained(path: str) -> Pretrained:
-    """Read a run (its newest checkpoint), one checkpoint, or a file of this repository.
-
-    ValueError or OSError, one sentence, if it is none of these.
-    """
+    """Read a run (its newest checkpoint), one checkpoint, or a file; ValueError, OSError."""
     advice = f"if another library wrote it, type python convert.py {path} model.pth"
     try:
         weights, facts = checkpoint.read_weights(path)
@@ -64,13 +61,13 @@ def read_pretrained(path: str) -> Pretrained:
     flags = facts["run_state"].get("flags", {})
     if "model" not in flags:
         raise ValueError(f"{path} does not say what model it is: {advice}")
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} is not finite")
     stats = data.IMAGENET
     if flags.get("channel_mean"):
         mean = tuple(flags["channel_mean"])
         stats = data.ChannelStats(mean, tuple(flags["channel_std"]), flags["image_dtype"])
+    elif flags["channels"] != 3:
+        what = f"its {flags['channels']} channels: train it first, by train_fsdp.py --resume"
+        raise ValueError(f"{path} does not say mean and deviation of {what}")
     return Pretrained(
         config=vit.model_config(flags["model"], flags["channels"]),
         img_size=flags["img_size"],
@@ -87,7 +84,7 @@ def build_model(
 ) -> vit.ViTMAE:
     """Build the model on one device, for images of `img_size` pixels (None: as trained).
 
-    With a `seed` it has learned nothing; nor has a decoder that is not among the weights.
+    With a `seed` it has learned nothing. A decoder that it lacks is a new one.
     """
     if img_size is None:
         img_size = pretrained.img_size
@@ -109,22 +106,20 @@ def build_model(
 # --- Classes
 
 
-def class_of_each(files: Any) -> list[str]:
-    """Return the class of each image: its folder's name, in Unicode's composed form; ValueError."""
-    folders = [os.path.dirname(files.name(i)) for i in range(len(files))]
-    if "" in folders:
-        raise ValueError(f"{files.root} has images outside of a folder of their class")
-    return [normalize("NFC", os.path.basename(folder)) for folder in folders]
-
-
 def find_classes(train: Any, test: Any) -> tuple[list[str], Tensor, Tensor]:
     """Return the names of the classes, and their numbers for all images of both lists (N,), (Q,).
 
-    ValueError if there are fewer than two, if the test images have others, or if they are training
-    images: one folder lies in the other, or is a copy of it.
+    An image's class is its folder. ValueError if there are fewer than two, if the test images have
+    others, or if they are training images: one folder lies in the other, or is a copy of it.
     """
-    of_train = class_of_each(train)
-    of_test = class_of_each(test)
+    classes: list[list[str]] = []
+    for files in (train, test):
+        folders = [os.path.dirname(files.name(i)) for i in range(len(files))]
+        if "" in folders:
+            raise ValueError(f"{files.root} has images outside of a folder of their class")
+        # file systems differ in the Unicode form of a name
+        classes.append([normalize("NFC", os.path.basename(folder)) for folder in folders])
+    of_train, of_test = classes
     names = sorted({*of_train})
     if len(names) < 2:
         what = f"{train.root} has {len(names)} classes, but a score needs two"
@@ -140,8 +135,9 @@ def find_classes(train: Any, test: Any) -> tuple[list[str], Tensor, Tensor]:
     if same and test is not train:
         what = f"{test.root} has images of {train.root}, on which the classifier is trained"
         raise ValueError(f"{what}: give --test other images")
-    numbers = [torch.tensor([names.index(name) for name in own]) for own in (of_train, of_test)]
-    return names, numbers[0], numbers[1]
+    numbers = {name: i for i, name in enumerate(names)}
+    train_labels, test_labels = (torch.tensor([numbers[name] for name in own]) for own in classes)
+    return names, train_labels, test_labels
 
 
 # --- Features
@@ -172,11 +168,8 @@ def encode_all(
 ) -> tuple[list[Tensor], list[int]]:
     """Encode the readable images -> features (N, D) of each model, on the CPU, and their indices.
 
-    Names the other images. ValueError if there is no readable one.
+    The others are named.
     """
-    workers = args.workers
-    if workers is None:
-        workers = min(16, mesh.process_cores() - 1)
     loader = data.build_loader(
         files,
         img_size=models[0].img_size,
@@ -185,7 +178,7 @@ def encode_all(
         global_batch=BATCH,
         micro_batch_size=BATCH,
         steps=range(math.ceil(len(files) / BATCH)),
-        workers=workers,
+        workers=args.workers,
         stats=stats,
         augment=False,
     )
@@ -215,8 +208,8 @@ SIMILARITIES = 2**27  # at most so many are computed at once: 512 MiB
 def nearest_vote(bank: Tensor, labels: Tensor, queries: Tensor, classes: int, k: int) -> Tensor:
     """Let the k rows of `bank` (N, D) most similar to each query (Q, D) vote -> (Q, classes) fp64.
 
-    The similarity is the cosine, the weight of a vote exp(similarity / 0.07), as in Wu et al.
-    (arXiv 1805.01978, section 3.4), DINO and others. A class without a vote has -inf.
+    A vote weighs exp(cosine similarity / 0.07) (Wu et al., arXiv 1805.01978, section 3.4). A class
+    without a vote has -inf.
     """
     bank = F.normalize(bank, dim=1)
     queries = F.normalize(queries, dim=1)
@@ -243,11 +236,7 @@ LARS_TRUST = 0.001
 
 @torch.no_grad()
 def scale_gradient(p: Any) -> None:
-    """Multiply a parameter's gradient by the parameter's norm over the gradient's norm.
-
-    With SGD this is LARS, as in You, Gitman, Ginsburg (arXiv 1708.03888, algorithm 1). Vectors
-    (biases) are trained with plain SGD.
-    """
+    """Turn SGD into LARS (arXiv 1708.03888, algorithm 1), except for vectors, the biases."""
     if p.ndim > 1:
         norm = p.grad.norm()  # may be 0: its squares underflow once the loss is almost 0
         p.grad *= torch.where(norm > 0, LARS_TRUST * p.norm() / norm, 1.0)
@@ -263,8 +252,7 @@ def train_linear(
 ) -> nn.Module:
     """Train BatchNorm without affine and a linear layer on features (N, D) with labels (N,).
 
-    No weight decay, 90 epochs (more on a small set), of which 10 warm up, then a cosine. The seed
-    decides the initial values and the order.
+    90 epochs, or more on a small set. The seed decides the initial values and the order.
     """
     generator = torch.Generator().manual_seed(seed)
     count, width = features.shape
@@ -313,10 +301,8 @@ Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 def score(args: argparse.Namespace) -> None:
     """Encode all images with each model, score each, print and save the scores."""
     pretrained = read_pretrained(args.run)
-    train = data.scan(args.data, include=args.include, exclude=args.exclude)
-    test = train
-    if args.test:
-        test = data.scan(args.test, include=args.include, exclude=args.exclude)
+    train = data.scan(args.data)
+    test = data.scan(args.test) if args.test else train
     classes, train_labels, test_labels = find_classes(train, test)
     print(f"{len(train)} images of {len(classes)} classes: {', '.join(classes[:5])}, ...")
 
@@ -343,10 +329,9 @@ def score(args: argparse.Namespace) -> None:
 
 
 def split_per_class(labels: Tensor, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows by their labels (N,) into training and test rows, each sorted.
+    """Split rows by their labels (N,): a share of each class for training, the rest for a test.
 
-    The training rows are the same share of each class, rounded, but each side gets at least one
-    image. The only image of a class is for training.
+    Each side gets at least one; the only image of a class is for training.
     """
     generator = np.random.default_rng(seed)
     train: list[np.ndarray] = []
@@ -435,31 +420,23 @@ def reconstruct(args: argparse.Namespace) -> None:
     pretrained = read_pretrained(args.run)
     if "mask_token" not in pretrained.weights:
         raise ValueError(f"{args.run} is an encoder without a decoder: it predicts no pixels")
-    if args.mask_ratio is not None:
-        pretrained = replace(pretrained, mask_ratio=args.mask_ratio)
     if args.norm_pix_loss is not None:
         pretrained = replace(pretrained, norm_pix_loss=args.norm_pix_loss)
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     model = build_model(pretrained, device, args.img_size)
     patches = vit.patch_count(pretrained.config, model.img_size)
-    if vit.count_visible(patches, pretrained.mask_ratio) == patches:
-        raise ValueError(f"--mask-ratio {pretrained.mask_ratio} removes no patch: nothing to see")
-    files = data.scan(args.data, include=args.include, exclude=args.exclude)
+    files = data.scan(args.data)
     order = data.ImageOrder(len(files), 1, args.seed, shuffle=False)
     images = data.Images(
         files, order, model.img_size, patches, stats=pretrained.stats, augment=False
     )
     count = min(args.images, len(files))  # evenly over the list
-    chosen: dict[str, tuple[Tensor, Tensor]] = {}  # path -> pixels (C, H, W), noise (L,)
-    for index in [len(files) * i // count for i in range(count)]:
-        try:
-            chosen[files.path(index)] = images.load(index, index)
-        except data.UnreadableImage as error:
-            print(f"warning: {files.path(index)} is left out: {error}")
-    if not chosen:
-        raise ValueError(f"none of the {count} images chosen from {args.data} can be read")
-    pixels = torch.stack([pixels for pixels, _ in chosen.values()])  # (B, C, H, W)
-    noise = torch.stack([noise for _, noise in chosen.values()]).to(device)  # (B, L)
+    chosen = [len(files) * i // count for i in range(count)]
+    batch = data.collate([images[index, index] for index in chosen])
+    for index, reason in batch.bad:
+        print(f"warning: {files.path(index)} is left out, another in its place: {reason}")
+    pixels = batch.image  # (B, C, H, W)
+    noise = batch.noise.to(device)  # (B, L)
     with torch.inference_mode():
         normal = data.normalize(pixels.to(device), pretrained.stats)
         loss, prediction, mask = model(normal, pretrained.mask_ratio, noise)
@@ -469,8 +446,9 @@ def reconstruct(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(panels)} images; loss of the removed patches {loss.item():.4f}")
     difference = panels[:, 2:].double() - panels[:, :1]  # of interpolation and prediction
     decibels = 10 * torch.log10(255**2 / difference.square().mean((2, 3, 4)))  # (B, 2)
-    for path, (plain, own) in zip([*chosen, "mean"], [*decibels, decibels.mean(0)], strict=True):
-        print(f"  PSNR {own:.2f} dB, interpolation {plain:.2f} dB  {path}")
+    names = [files.path(index) if index >= 0 else "another" for index in batch.image_ids]
+    for name, (plain, own) in zip([*names, "mean"], [*decibels, decibels.mean(0)], strict=True):
+        print(f"  PSNR {own:.2f} dB, interpolation {plain:.2f} dB  {name}")
 
 
 def draw_panels(
@@ -478,8 +456,7 @@ def draw_panels(
 ) -> Tensor:
     """Make the COLUMNS of images (B, C, H, W) as loaded -> (B, 4, 3, H, W) uint8, on the CPU.
 
-    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned. Every column
-    shows the visible patches of the original.
+    `prediction` (B, L, P*P*C) and `removed` (B, L) are what the model returned.
     """
     patch = pretrained.config.patch
     prediction = prediction.float().cpu()
@@ -511,10 +488,9 @@ def unpatchify(patches: Tensor, patch: int) -> Tensor:
 
 
 def fill_from_visible(values: Tensor, removed: Tensor) -> Tensor:
-    """Replace the values (B, L, V) of removed patches with a weighted mean of the visible ones.
+    """Replace the values (B, L, V) of patches where `removed` (B, L) is 1.
 
-    `removed` (B, L) is 1 for a removed patch. A visible patch has the weight 1 / distance^4
-    (Shepard 1968).
+    By a mean of the visible ones, weighted by 1 / distance^4 (Shepard 1968).
     """
     side = round(values.shape[1] ** 0.5)
     position = torch.cartesian_prod(torch.arange(side), torch.arange(side)).float()  # (L, 2)
@@ -536,8 +512,7 @@ def interpolate(target: Tensor, removed: Tensor, patch: int) -> Tensor:
 def to_rgb(x: Tensor, stats: data.ChannelStats) -> Tensor:
     """Turn normalised images (B, N, C, H, W) into RGB from 0 to 1 (B, N, 3, H, W).
 
-    The first of N is the original. If the images are not 8-bit RGB, their first three channels are
-    stretched to the range of the original.
+    Those that are not 8-bit RGB are stretched to the range of the first of N, the original.
     """
     channels = len(stats.mean)
     x = x[:, :, [min(i, channels - 1) for i in range(3)]]
@@ -574,44 +549,38 @@ def positive(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of all subcommands."""
     about, examples, *_ = str(__doc__).split("\n\n")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "probe.py", description=about, epilog=examples, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser("probe.py", description=about, epilog=examples)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
-    path = os.path.expanduser  # a shell leaves the ~ of --out=~/a as it is
     helps = {
         "reconstruct": "a picture: removed patches, filled in",
         "knn": "score features without training",
         "linear": "score features by a linear classifier",
     }
     for name, help in helps.items():
-        add = commands.add_parser(
-            name, help=help, description=help, allow_abbrev=False
-        ).add_argument
-        add("run", type=path, metavar="RUN", help="--out of a run, a checkpoint, or a file")
-        add("--data", type=path, required=True, metavar="DIR", help="folder of images, or a pack")
-        which = "images whose name or folder matches; may be repeated"
-        add("--include", action="append", default=[], metavar="PATTERN", help=f"only {which}")
-        add("--exclude", action="append", default=[], metavar="PATTERN", help=f"no {which}")
+        add = commands.add_parser(name, help=help, allow_abbrev=False).add_argument
+        add("run", metavar="RUN", help="--out of a run, a checkpoint, or a file")
+        add("--data", required=True, metavar="DIR", help="folder of images, or a pack")
         add("--img-size", type=positive, metavar="PIXELS", help="default: as in pretraining")
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
         if name == "reconstruct":
             add("--images", type=positive, default=8, metavar="N", help="default 8")
-            add("--mask-ratio", type=float, metavar="SHARE", help="default: as in pretraining")
             norm_pix = "it predicts normalised patches, or pixels (default: as in pretraining)"
             add("--norm-pix-loss", action=argparse.BooleanOptionalAction, help=norm_pix)
             add("--seed", type=int, default=0, help="of the masks (default 0)")
-            add("--out", type=path, default="reconstruct.png", metavar="PNG", help="the picture")
+            add("--out", default="reconstruct.png", metavar="PNG", help="the picture")
             continue
-        add("--test", type=path, metavar="DIR", help="test on it, train on --data")
+        add("--test", metavar="DIR", help="test on it, train on --data")
         share = "train on this share of each class of --data, test on the rest"
         add("--split", type=float, metavar="SHARE", help=share)
         add("--features", choices=("cls", "mean"), default="cls", help="class token, or mean")
         seeds = "average over N seeds: of split, random weights, training (default 1)"
         add("--seeds", type=positive, default=1, metavar="N", help=seeds)
-        add("--workers", type=int, metavar="N", help="loader processes (cores - 1, at most 16)")
-        add("--out", type=path, default="probe", metavar="DIR", help="for the scores (probe)")
+        cores = min(16, mesh.process_cores() - 1)
+        add(
+            "--workers", type=int, default=cores, metavar="N", help="loader processes (%(default)s)"
+        )
+        add("--out", default="probe", metavar="DIR", help="for the scores (probe)")
         if name == "knn":
             add("--k", type=positive, default=20, help="neighbours that vote (default 20)")
         else:

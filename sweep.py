@@ -73,7 +73,7 @@ def study_flags(study: str, layout: Layout) -> Iterator[str]:
         possible = [n for n in sorted({*groups}) if 1 < n < world_size and world_size % n == 0]
         return [f"hybrid --group {n}" for n in possible]
 
-    if study == "io":  # one rank sends nothing: its points measure the compute of a step
+    if study == "io":
         mode = "full_shard" if world_size > 1 else "no_shard"
         for run_mode in ("real", "syn", "io"):
             yield f"--mode {mode} --run-mode {run_mode}"
@@ -129,16 +129,11 @@ def choose_layouts(args: argparse.Namespace) -> list[Layout]:
 # --- The plan of a point
 
 SHARDING = ("mode", "group", "fsdp", "prefetch", "limit_all_gathers")
-# Flags that a sweep sets itself
-NOT_ALLOWED = ("--out", "--resume", "--save-every")
 
 
 def plan_point(study: str, layout: Layout, words: list[str], machine: str | None) -> Row:
-    """Make the row of a point, its plan included; ValueError or SystemExit for refused flags."""
+    """Make the row of a point, its plan included; SystemExit for refused flags."""
     nodes, ranks = layout
-    for word in words:
-        if word.split("=")[0] in NOT_ALLOWED:
-            raise ValueError(f"a sweep sets {word} itself: leave it out")
     train_fsdp.build_parser("sweep.py").parse_args(words)  # plan.py has more flags
     gpu = torch.cuda.is_available()
     planning = [*words, "--world-size", str(nodes * ranks)]
@@ -289,14 +284,14 @@ def run_point(out: Path, row: Row, limit: int, in_job: bool = False) -> Row:
 def read_result(folder: Path, code: int, late: bool) -> Row:
     """Return the state of a run that has ended with the exit status `code`, and its speed.
 
-    `late` says that it was ended because of --limit. The speed is the median of the logged steps
-    after the warm-up; of a run that only reads images the mean, for batches arrive together.
+    `late`: it was ended because of --limit. The speed is the median of the logged steps after the
+    warm-up; of a run that only reads images the mean, for batches arrive together.
     """
     log = group_by(read_lines(folder / "log.jsonl"), "event")
     *_, end = log.get(("end",), [{}])
     if end.get("reason") != "done":
         lines = (folder / "output.txt").read_text(errors="replace").splitlines()
-        lines += [f"exit status {code}: see output.txt", *filter(None, [end.get("problem")])]
+        lines.append(end.get("problem") or f"exit status {code}: see output.txt")
         # before the time limit: if one rank runs out of memory, the others wait for it until then
         for line in lines:
             if OUT_OF_MEMORY.search(line):
@@ -363,9 +358,8 @@ def find_bottlenecks(rows: Sequence[Row]) -> list[Row]:
 def find_bottleneck(rows: Sequence[Row]) -> Row:
     """Find the largest part of a step of one setting, and the share of each cause if known.
 
-    Causes are compute (what one rank alone takes), communication (the rest of `syn`) and input
-    (what `real` takes longer than `syn`). But if the loader alone is slower than training without
-    it, input is the limit, however much of it is hidden. Others: memory, and unknown.
+    Causes are compute (what one rank alone takes), communication (the rest of `syn`), input (what
+    `real` takes longer than `syn`; or the loader alone takes longer than that), and memory.
     """
     for row in rows:
         if row["state"] in MEMORY_STATES:
@@ -466,10 +460,10 @@ def draw_line(panel: Any, rows: Sequence[Row], color: str, marker: str) -> Any:
     """Draw images/s per rank with error bars, the plan and the ideal; return the legend's entry."""
     rows = sorted(rows, key=itemgetter("world_size"))
     ranks = [row["world_size"] for row in rows]
-    lines = []
-    for column in ("images_per_second", "planned_images_per_second", "ideal"):  # NaN is not drawn
-        lines.append([row.get(column, math.nan) / row["world_size"] for row in rows])
-    measured, planned, ideal = lines
+    measured, planned, ideal = (  # NaN is not drawn
+        [row.get(column, math.nan) / row["world_size"] for row in rows]
+        for column in ("images_per_second", "planned_images_per_second", "ideal")
+    )
     bars = [DAY_TO_DAY * speed for speed in measured]
     panel.plot(ranks, planned, color=color, marker=marker, linestyle=":", markerfacecolor="none")
     panel.plot(ranks, ideal, color="black", linestyle="--", linewidth=1)
@@ -566,10 +560,9 @@ def page_lines(title: str, rows: Sequence[Row], figures: Sequence[str]) -> Itera
 
 
 def write_page(folder: Path, out: Path | None = None) -> None:
-    """Print the states of a sweep's points, draw them, and write their page.
+    """Print the states of a sweep's points, draw them, and write their page; ValueError if none.
 
     `folder` is that of a sweep, or holds a results.jsonl alone, like that of the published runs.
-    ValueError where no point has a result.
     """
     title = folder.resolve().name
     rows = [with_state(folder, row) for row in read_lines(folder / "points.jsonl")]
@@ -615,10 +608,7 @@ def submit(out: Path, rows: Sequence[Row], limit: int, sbatch: str) -> None:
 
 
 def run_rows(out: Path, rows: Sequence[Row], limit: int, in_job: bool = False) -> None:
-    """Run those of the points, all on as many nodes, that have not ended, one after another.
-
-    ValueError if another sweep does so.
-    """
+    """Run those points, all on as many nodes, that have not ended; ValueError if another does."""
     with run.lock_folder(str(out / "locks" / f"{rows[0]['nodes']}-nodes")):
         rows = [row for row in rows if with_state(out, row)["state"] == "waiting"]
         for i, row in enumerate(rows, 1):
@@ -641,6 +631,9 @@ def run_sweep(args: argparse.Namespace, added: list[str]) -> int:
         if not os.path.isdir(data):
             raise ValueError(f"there is no folder {data}: give --data the folder of images")
         data = os.path.abspath(data)  # points run in another folder
+    ours = [word for word in added if word.startswith(("--out", "--resume", "--save-every"))]
+    if ours:
+        raise ValueError(f"a sweep sets {ours[0]} itself: leave it out")
     out = args.out.resolve()
     rows = []
     layouts = choose_layouts(args)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import simulate
@@ -64,12 +64,9 @@ class Watch(TorchDispatchMode):
             self.sent.append((kind, ranks, max(before_or_after)))
 
     def forward_backward(self, *given) -> None:
-        """The trainer's, in a dry run; `after` are bytes by the tracker's categories."""
-        tracker = _get_current_dispatch_mode()
+        """The trainer's, in a dry run."""
         with self:
             train_fsdp.forward_backward(*given)
-        (held,) = tracker.get_tracker_snapshot("current").values()
-        self.after = {c.value: size for c, size in held.items() if c != "Total"}
 
 
 def tree_bytes(tree) -> int:
@@ -97,14 +94,6 @@ def plan_of(args: Namespace, machine=MACHINES["frontier"]) -> Plan:
     return Plan(PlannedRun.from_flags(train_fsdp.model_config(args), vars(args)), machine)
 
 
-def simulated(args: Namespace) -> tuple[dict[str, int], Watch]:
-    """The bytes at the peak of a step by the tracker's categories, and what was seen inside."""
-    watch = Watch()
-    with simulate.fake_world(args.world_size):
-        peak = simulate.simulate(args, watch.forward_backward)
-    return peak, watch
-
-
 def planned_traffic(run: PlannedRun) -> Counter:
     """How many collectives of each kind, group and size."""
     planned: Counter = Counter()
@@ -116,7 +105,9 @@ def planned_traffic(run: PlannedRun) -> Counter:
 def hold_against_plan(args: Namespace) -> None:
     """The collectives are exactly those planned, each row of memory is so within 3 %."""
     plan = plan_of(args, AS_A_CPU)
-    peak, watch = simulated(args)
+    watch = Watch()
+    with simulate.fake_world(args.world_size):
+        peak = simulate.simulate(args, watch.forward_backward)
     sent = Counter(watch.sent)
     expected = planned_traffic(plan.run)
     assert sent == expected, (sent - expected, expected - sent)

@@ -21,9 +21,7 @@ TINY = [*TINY_ARGV, "--batch", "2"]
     [
         "--fsdp 3",
         "--mode ddp --group 1",
-        "--group 2",
         "--prefetch backward_post",
-        "--mask-ratio 0",
         "--data nowhere",
         f"--data {TILES} --batch 200",
         "--resume nothing-here",

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import json
-import math
 import statistics
 import sys
 from dataclasses import replace
@@ -13,16 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import FULL, ROOT
 from ranks import join, on_ranks, status_of
-from simulated import (
-    AS_A_CPU,
-    ROWS,
-    Watch,
-    flags_of,
-    hold_against_plan,
-    plan_of,
-    planned_traffic,
-    simulated,
-)
+from simulated import AS_A_CPU, Watch, flags_of, hold_against_plan, plan_of, planned_traffic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -112,14 +102,9 @@ def test_traffic_is_exactly_that_of_a_real_run(tmp_path):
 
 
 def test_a_ring_splits_its_bytes_by_the_placement_of_ranks():
-    for world, ranks, stride, links in (
-        (16, 2, 1, (1, 0, 0)),
-        (16, 4, 1, (1 / 2, 1 / 2, 0)),
-        (16, 16, 1, (1 / 2, 3 / 8, 1 / 8)),
-        (16, 2, 8, (0, 0, 1)),
-        (16, 8, 2, (0, 3 / 4, 1 / 4)),
-    ):
-        assert machines.ring_links(FRONTIER, world, ranks, stride) == pytest.approx(links)
+    rings = {(2, 1): (1, 0, 0), (16, 1): (1 / 2, 3 / 8, 1 / 8), (8, 2): (0, 3 / 4, 1 / 4)}
+    for (ranks, stride), links in rings.items():
+        assert machines.ring_links(FRONTIER, 16, ranks, stride) == pytest.approx(links)
     found = plan_of(flags_of("--model tiny --mode full_shard", 16)).json()
     for kind, payload in found["payload_bytes"].items():
         sent = sum(found["traffic_bytes_per_rank"][kind].values())
@@ -134,9 +119,9 @@ def test_the_network_of_a_node_is_shared_by_the_rings_that_leave_it(node):
         stride = 1 if aligned else 24 // ranks
         leaving: collections.Counter[int] = collections.Counter()
         for group in range(24 // ranks):
-            first = group * ranks if stride == 1 else group
+            first = group * ranks if aligned else group
             ring = [first + i * stride for i in range(ranks)]
-            for sender, receiver in zip(ring, [*ring[1:], ring[0]], strict=True):
+            for sender, receiver in itertools.pairwise([*ring, first]):
                 leaving[sender // node] += sender // node != receiver // node
         if max(leaving.values()):
             found = machines.rings_leaving_node(machine, 24, ranks, stride)
@@ -167,33 +152,7 @@ def test_memory_is_that_of_the_tracker(world, command):
     hold_against_plan(flags_of(command, world))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "command", "group"),
-    [(64, "--mode hybrid --group 8 --accum 2", 8), (5, "--mode shard_grad_op --ac full", 5)],
-)
-def test_what_a_rank_keeps_is_what_arithmetic_says(ranks, command, group):
-    """fp32 parameters and gradients, two moments of AdamW: of the first of `group` shards."""
-    flags = f"--model tiny:depth=2,decoder_depth=1 --precision fp32 {command} {SMALL}"
-    args = flags_of(flags, ranks)
-    shapes = [p.shape for p in vit.ViTMAE(train_fsdp.model_config(args), 32).parameters()]
-    rows = [math.ceil(s[0] / group) * s[1:].numel() for s in shapes]  # FSDP2 cuts dimension 0
-    peak, watch = simulated(args)
-    after = watch.after
-    assert after["Sharded Param"] == peak["Sharded Param"] == 4 * sum(rows)
-    assert after["Sharded Grad"] == 4 * sum(rows) >= peak["Sharded Grad"]
-    assert peak["OptState"] == 8 * sum(rows) + 4 * len(rows)
-    assert after["Inputs"] == args.accum * (2 * 3 * 32 * 32 + 4 * 2 * 16)  # uint8 images, noise
-    assert sorted(peak) == sorted(itertools.chain(*ROWS))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "--model base:depth=4,decoder_depth=3 --precision fp32",
-        f"--model {SHALLOW}",
-        f"--model {SHALLOW} --ac selective",
-    ],
-)
+@pytest.mark.parametrize("command", [f"--model {SHALLOW} --precision fp32", f"--model {SHALLOW}"])
 def test_memory_of_one_rank_is_that_of_the_tracker(command):
     """Under DDP, without its buckets. The optimizer's states apart, as above."""
     args = flags_of(f"{command} --mode ddp", 1)
@@ -214,19 +173,13 @@ def test_memory_of_one_rank_is_that_of_the_tracker(command):
     assert max(s.total - s.bytes["optimizer"] for s in snapshots) == pytest.approx(seen, rel=0.03)
 
 
-def test_ddp_holds_all_states_and_zero1_its_share():
-    """ZeRO-1 against the parts that PyTorch makes, of whole tensors."""
+def test_zero1_holds_the_share_of_states_that_pytorch_assigns():
     model = vit.ViTMAE(vit.MODELS["tiny"])
-    numel = sum(p.numel() for p in model.parameters())
-    ddp = plan_of(flags_of("--model tiny --mode ddp", 4)).peak.bytes
-    held = [ddp[part] for part in ("parameters", "gradients", "optimizer")]
-    assert held == [4 * numel, 4 * numel, 8 * numel]
     with simulate.fake_world(4):
         optimizer = shard.build_optimizer(model, "zero1", set(), lr=1.0, weight_decay=0.1)
-        load = []
-        for groups in optimizer._partition_parameters():
-            params = itertools.chain(*(group["params"] for group in groups))
-            load.append(sum(p.numel() for p in params))
+    load = []
+    for groups in optimizer._partition_parameters():
+        load.append(sum(p.numel() for group in groups for p in group["params"]))
     zero1 = plan_of(flags_of("--model tiny --mode zero1", 4)).peak.bytes["optimizer"]
     assert zero1 == pytest.approx(8 * max(load), rel=0.05)
 
@@ -266,18 +219,6 @@ def test_published_speed():
     assert len(near) == 21 and statistics.median(near) < 0.05
 
 
-@pytest.mark.parametrize("model", ["base", "1b", "3b"])
-def test_full_shard_over_the_machine_is_no_tie_where_it_collapsed(model):
-    """Published: it falls behind at 64 nodes at the latest."""
-    words = f"--model {model} --mode full_shard --batch 32 --mask-ratio 0 --encoder-only --fsdp 1"
-    words += f" --ac full --world-size 512 --img-size {256 if model == 'base' else 252}"
-    _, published = plan.read_command(words.split())
-    best, *others = plan.compare(published)
-    full = next(p for p in others if p.run.mode == "full_shard")
-    assert full.images_per_second < 0.95 * best.images_per_second
-    assert full.seconds["exposed"] > 2 * best.seconds["exposed"]
-
-
 @pytest.mark.parametrize(
     ("model", "batch", "seconds"),  # of a step in bf16 on one H200, by benchmarks.gpu (torch 2.11)
     [("base", 512, 0.1005), ("huge", 512, 0.3682), ("1b", 512, 0.4611), ("3b", 256, 0.6232)],
@@ -288,15 +229,6 @@ def test_a_step_on_an_h200_takes_what_it_took(model, batch, seconds):
     assert found.seconds["step"] == pytest.approx(seconds, rel=0.05)
     flops = vit.flops_per_image(vit.MODELS[model]) * batch / seconds
     assert found.mfu(batch / seconds) == pytest.approx(flops / 989e12)
-
-
-def test_broadcasts_in_turn_follow_each_other_around_the_ring():
-    """1,024 of them on 1,024 ranks: about 2,048 hops of 60 us and launches of 50 us, no million."""
-    ddp, zero1 = (
-        plan_of(flags_of(f"--model base --mode {mode}", 1024)).seconds["communication"]
-        for mode in ("ddp", "zero1")
-    )
-    assert 2048 * 60e-6 < zero1 - ddp < 2048 * 60e-6 + 1024 * 50e-6 + 0.1
 
 
 # --- the command line
@@ -341,7 +273,7 @@ def test_compare_sorts_every_mode(capsys):
         ({"like": "dgx"}, "dgx"),
         ([], "--machine"),
         ({"like": "frontier", "nics": 4}, "nics"),
-        ({"like": "frontier", "ranks_per_node": 4.5}, "whole number"),
+        ({"like": "frontier", "ranks_per_node": 4.5}, "ranks_per_node 4.5"),
         ({"like": "frontier", "memory_gib": "64"}, "memory_gib"),
         ({"like": "frontier", "network_bytes_per_second": 100e6}, "frontier's 1e+11"),
         ({"like": "frontier", "memory_gib": 64e3}, "memory_gib"),
