@@ -1,15 +1,14 @@
-"""What keeps a run of train_fsdp.py alive and seen: log, resume, saves, evaluation, time limit.
+"""What keeps a run of train_fsdp.py alive and seen: time limit, log, resume, saves, evaluation.
 
-In this order: how a run is refused and how it ends; its images; results and log; where it begins,
-and when it saves; evaluation. `args` are the flags, completed by train_fsdp.py. "Collective" means
-that every rank must call the function.
+In this order: how a run is refused and how it ends; its images; its log; where it begins, and when
+it saves; evaluation. `args` are the flags, completed by train_fsdp.py. "Collective" means that
+every rank must call the function.
 """
 
 import argparse
 import csv
 import faulthandler
 import fcntl
-import gc
 import json
 import math
 import os
@@ -22,12 +21,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple, TextIO, TypeVar
 
 import torch
@@ -41,25 +40,14 @@ T = TypeVar("T")
 # A resumed run must have the same values of these, unless --allow-changes is given.
 DECISIVE = (
     *("model", "img_size", "channels", "mask_ratio", "norm_pix_loss", "precision", "reduce_dtype"),
-    *(
-        "include",
-        "exclude",
-        "exact_decode",
-        "global_batch",
-        "blr",
-        "lr",
-        "betas",
-        "weight_decay",
-        "clip",
-    ),
-    *("warmup_steps", "steps", "seed", "images", "image_names_and_sizes", "image_dtype"),
+    *("include", "exclude", "exact_decode", "global_batch", "blr", "lr", "betas", "weight_decay"),
+    *("clip", "warmup_steps", "steps", "seed", "images", "image_names_and_sizes", "image_dtype"),
     *("channel_mean", "channel_std"),
 )
-TOLD = ("mode", "world_size", "batch", "accum", "ac", "compile")  # said at a resume if they differ
 LONG = 4  # multiplies the time limit of what takes longer than a step: start-up, saves
 LOADER_SHARE = 0.75  # of the time limit: a loader that hangs ends the run by itself, and saves
 FEW_BAD = 3  # so many unreadable images do not end a run, unless --max-bad is 0
-REQUEUE_WAIT = 300.0  # seconds for which a requeued job waits for its own lock on a lost node
+REQUEUE_WAIT = 300  # seconds for which a restarted run waits for its own lock on a lost node
 
 # --- How a run is refused, and how it ends
 
@@ -81,20 +69,10 @@ def refusing() -> Iterator[None]:
         raise Refused(error) from error
 
 
-class Ending(NamedTuple):
-    """How the steps of a run have ended."""
-
-    # done, signal, nan, loader_error, bad_images, save_failed; after an exception "failed"
-    reason: str
-    steps: int  # done in all
-    problem: str | None = None  # an error message
-
-
 def refuse(message: str, program: str = "train_fsdp.py", local: bool = False) -> int:
-    """Print why a command is refused; return exit status 2.
+    """Print on rank 0 why a command is refused; return exit status 2.
 
-    Rank 0 prints it, at once. The others wait a little, because launchers kill all ranks when one
-    exits; then they print what may be theirs alone (`local`).
+    Other ranks wait, because launchers kill all when one exits, and print what is `local`.
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank != "0":
@@ -124,21 +102,27 @@ def check_host(args: argparse.Namespace) -> None:
             raise ValueError(f"--out {args.out} lies in {flag} {folder}: give a folder outside it")
 
 
+class Ending(NamedTuple):
+    """How the steps of a run have ended."""
+
+    # done, signal, nan, loader_error, bad_images, save_failed; after an exception "failed"
+    reason: str
+    steps: int  # done in all
+    problem: str | None = None  # an error message
+
+
 def cause_of(error: Exception) -> str:
-    """Return the line that names the cause of an error, even one of a loader's worker."""
-    lines = [type(error).__name__, *str(error).strip().splitlines()]
-    if "Traceback" in str(error):
-        return lines[-1]
-    return ": ".join(lines[:2])
+    """Return the last line of an error: it names the cause, even that of a loader's worker."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
 def fail(error: Exception, ranks: Any, log: Any) -> None:
     """Say what has failed on this rank alone; end the process if there are other ranks."""
     if limit.left <= 0:  # it has spoken, and ends this process
         time.sleep(60)
-    lost = isinstance(error, dist.DistError) or "third_party/gloo" in str(error)
-    what = "lost the connection to another rank" if lost else "failed"
-    if not lost:
+    what = "lost the connection to another rank"
+    if not isinstance(error, dist.DistError) and "third_party/gloo" not in str(error):
+        what = "failed"
         traceback.print_exception(error)
     problem = f"rank {ranks.rank} on {platform.node()} {what}: {cause_of(error)}"
     print(f"train_fsdp.py: error: {problem}", file=sys.stderr, flush=True)
@@ -148,30 +132,6 @@ def fail(error: Exception, ranks: Any, log: Any) -> None:
         os._exit(1)
 
 
-def leave(log: Any) -> None:
-    """Wait for the other ranks, and leave the process group. Collective."""
-    limit.arm(LONG)
-    gc.enable()
-    if dist.is_initialized():
-        dist.barrier()  # rank 0 serves the store, so it must not leave before the others
-        dist.destroy_process_group()
-    limit.stop()
-    if log:
-        log.close()
-
-
-def loader_problem(error: Exception | None) -> str:
-    """Say on all ranks what the first rank whose loader has failed met. Collective."""
-    text = None
-    if error:
-        text = f"rank {dist.get_rank()}: the data loader failed: {cause_of(error)}"
-        if not isinstance(error, (OSError, RuntimeError)):  # a bug
-            traceback.print_exception(error)
-        if "shared memory" in str(error) or "Bus error" in str(error) or "torch_" in str(error):
-            text += "; is /dev/shm full? --workers 0 does without it"
-    return next(text for text in gather(text) if text)
-
-
 def gather(value: T) -> list[T]:
     """Return the values of all ranks on each of them. Collective."""
     values: list[Any] = [None for _ in range(dist.get_world_size())]
@@ -179,30 +139,45 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def lock_folder(out: str) -> TextIO:
-    """Make OUT, and keep other runs out of it until the file returned is closed; ValueError.
+def first(problem: str | None) -> str | None:
+    """Return on all ranks the first rank's problem, if any has one. Collective."""
+    return next(filter(None, gather(problem)), None)
 
-    A requeued job waits for its own lock: a file system notices late that a node is lost.
-    """
-    job = f"Slurm job {os.environ.get('SLURM_JOB_ID')}"
-    deadline = time.monotonic() + (REQUEUE_WAIT if "SLURM_JOB_ID" in os.environ else 0)
+
+def launcher() -> str:
+    """Name what has started this run, and starts it again after a failure."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"Slurm job {job}" if job else f"process {os.getppid()} on {platform.node()}"
+
+
+def restarted() -> bool:
+    """Tell whether Slurm or torchrun has started this run again."""
+    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(os.environ.get(name, "0") != "0" for name in counts)
+
+
+def lock_folder(out: str) -> TextIO:
+    """Make OUT, and keep other runs out of it until the file returned is closed; ValueError."""
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         file = open(Path(out, ".lock"), "a+")  # noqa: SIM115
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            owner = Path(out, ".lock").read_text()
-            if not owner.endswith(job) or time.monotonic() > deadline:
-                other = f"another run ({owner}): wait for it, stop it, or give another --out"
-                raise ValueError(f"{out} is in use by {other}")
-            time.sleep(1)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} since {datetime.now()}, {job}")
-        file.flush()
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None
+    # a file system notices late that a node is lost
+    deadline = time.monotonic() + (REQUEUE_WAIT if restarted() else 0)
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                other = f"another run ({Path(out, '.lock').read_text()})"
+                advice = "wait for it, stop it, or give another --out"
+                raise ValueError(f"{out} is in use by {other}: {advice}") from None
+            time.sleep(1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
     return file
 
 
@@ -210,51 +185,48 @@ class TimeLimit:
     """End this process if its main thread makes no progress, and leave its stacks in a file."""
 
     left = math.inf  # seconds
-    run: object = None  # of which this is the limit
-    log: Any = None  # its Log, once there is one
+    log: Any = None  # the run's Log, once there is one
 
     def start(self, out: str, rank: int, seconds: float) -> None:
-        """Set the limit of a step, now and then again by `arm`."""
-        self.path = Path(out, "stacks", f"rank_{rank}.txt")
+        """Set the limit of a step, from now on and then again by `arm`."""
+        self.folder = Path(out, "stacks")
         self.rank = rank
         self.seconds = seconds
-        self.run = object()
         self.log = None
+        self.over = Event()
         self.arm(LONG)
-        Thread(target=self._watch, args=[self.run, os.getppid()], daemon=True).start()
+        Thread(target=self._watch, args=[self.over, os.getppid()], daemon=True).start()
 
     def arm(self, factor: float = 1) -> None:
         """Give what comes next `factor` times the limit of a step."""
         self.left = factor * self.seconds
+        # for C code that lets no thread of Python run: it prints the stacks
+        faulthandler.dump_traceback_later(2 * LONG * self.seconds, exit=True, file=2)
 
     def stop(self) -> None:
         """Set no limit any more."""
-        self.run = None
+        self.over.set()
         faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self, run: object, launcher: int) -> None:
-        orphan = False
-        while self.left > 0 and not orphan:
-            # If no thread of Python runs any more, this ends the process: stacks go to stderr.
-            faulthandler.dump_traceback_later(2 * LONG * self.seconds, exit=True, file=2)
-            time.sleep(0.5)
-            if self.run is not run:
-                faulthandler.cancel_dump_traceback_later()
+    def _watch(self, over: Event, launcher: int) -> None:
+        problem = ""
+        while not problem:
+            if over.wait(0.5):
                 return
             self.left -= 0.5  # not by the clock: a job may be suspended for longer
-            # only under torchrun: a shell may well end before the run that it started
-            orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher
-        why = "torchrun is gone: this run ends without saving"
-        if not orphan:
-            why = f"no step or save has ended in time (--timeout {self.seconds:g}): the stacks "
-            why += f"of each rank are in {self.path.parent}"
-            with suppress(OSError):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                faulthandler.dump_traceback(self.path.open("w"))
+            # only of torchrun: a shell may well end before the run that it started
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
+                problem = "torchrun is gone: this run ends without saving"
+            elif self.left <= 0:
+                what = f"no step or save has ended in time (--timeout {self.seconds:g})"
+                problem = f"{what}: the stacks of each rank are in {self.folder}"
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"rank_{self.rank}.txt"
+                faulthandler.dump_traceback(path.open("w"))
         if self.rank == 0:
-            print(f"train_fsdp.py: error: {why}", file=sys.stderr, flush=True)
+            print(f"train_fsdp.py: error: {problem}", file=sys.stderr, flush=True)
         if self.log:
-            self.log.write("end", reason="failed", problem=why)
+            self.log.write("end", reason="failed", problem=problem)
         time.sleep(3)  # launchers kill all ranks when one exits: let them write their stacks
         os._exit(1)
 
@@ -269,49 +241,38 @@ def find_images(args: argparse.Namespace, folder: str) -> Any:
     if folder == "synthetic":
         return data.SyntheticImages(args.seed, args.channels)
 
+    def check_copy() -> None:  # each rank opens a pack itself
+        if files.packed and data.fingerprint(data.scan(folder)) != data.fingerprint(files):
+            where = f"{folder} on {platform.node()}"
+            raise ValueError(f"{where} is not the pack that rank 0 sees: copy it again")
+
     with refusing():
         list_all = partial(data.scan, folder, args.include or (), args.exclude or ())
         files = checkpoint.on_rank0(list_all)
-
-        def check_copy() -> None:
-            if files.packed and data.fingerprint(data.scan(folder)) != data.fingerprint(files):
-                where = f"{folder} on {platform.node()}"
-                raise ValueError(f"{where} is not the pack that rank 0 sees: copy it again")
-
-        checkpoint.on_all_ranks(check_copy)  # each rank opens the pack itself
+        checkpoint.on_all_ranks(check_copy)
     return files
 
 
-def default_stats(channels: int) -> data.ChannelStats:
-    """Return the statistics of images that were not measured."""
-    if channels == 3:
-        return data.IMAGENET
-    return data.ChannelStats(mean=(0.5,) * channels, std=(0.25,) * channels)
-
-
 def find_stats(args: argparse.Namespace, files: Any) -> None:
-    """Set channel_stats, pixel_notes and image_names_and_sizes of `args`. Collective."""
+    """Set channel_stats, if they were measured, and image_names_and_sizes of `args`. Collective."""
 
-    def find() -> tuple[data.ChannelStats, str, str | None]:
+    def find() -> tuple[data.ChannelStats, str | None]:
         if args.data == "synthetic":
-            return default_stats(args.channels), "", None
-        names = data.fingerprint(files)
+            return args.channel_stats, None
+        stats = args.channel_stats
         path = args.stats or data.stats_file(args.data)
-        if not args.stats and not os.path.exists(path):
-            if args.channels == 3:
-                return data.IMAGENET, "ImageNet's", names
+        if os.path.exists(path):
+            stats, _ = data.read_stats(path)
+        elif args.channels != 3:
             command = f"`python prepare.py stats {args.data}`"
             raise ValueError(f"--channels {args.channels} needs statistics: type {command}")
-        stats, measured = data.read_stats(path)
         if len(stats.mean) != args.channels:
-            raise ValueError(
-                f"{path} is of {len(stats.mean)} channels, not {args.channels}: see --channels"
-            )
-        others = ", measured on other images" if measured and measured != names else ""
-        return stats, f"of {path}{others}", names
+            found = f"{path} is of {len(stats.mean)} channels"
+            raise ValueError(f"{found}, not {args.channels}: see --channels")
+        return stats, data.fingerprint(files)
 
     with refusing():
-        args.channel_stats, args.pixel_notes, args.image_names_and_sizes = checkpoint.on_rank0(find)
+        args.channel_stats, args.image_names_and_sizes = checkpoint.on_rank0(find)
 
 
 def open_loader(
@@ -330,63 +291,14 @@ def open_loader(
         world_size=args.world_size,
         workers=args.workers,
         pin_memory=log.device.type == "cuda",
-        timeout=LOADER_SHARE * args.timeout,  # ends the run before the time limit does, and saves
+        timeout=LOADER_SHARE * args.timeout,
         exact=args.exact_decode,
         stats=args.channel_stats,
         augment=augment,
     )
 
 
-# --- Results and log
-
-
-class Result(NamedTuple):
-    """What the ranks found in one step, the same on all."""
-
-    step: int  # from 0
-    loss: float  # mean over all ranks
-    # the following are numbers of ranks
-    bad: float  # whose loss or norm is not finite: the step was not applied, and the run ends
-    bad_norm: float  # whose norm is not finite; in fp16 only this step was not applied
-    stop: float  # that a signal has asked to stop
-    save: float  # by whose clock a checkpoint is due
-    no_batch: float  # whose loader has failed: the step was not applied, and the run ends
-    bad_images: float  # that have unreadable images to report
-    norm: float  # of the gradients
-
-
-class Results:
-    """Results on their way from the device; a GPU's are read one step late, without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
-        self.pending: deque[tuple[int, Tensor, Any]] = deque()
-        self.stop = False  # a signal has asked some rank to stop
-        self.save = False  # some rank asks for a checkpoint
-
-    def add(self, step: int, values: Tensor) -> None:
-        """Begin to copy the values of a step, in the order of `Result`, to the host."""
-        copy = values.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
-        copied = None
-        if self.gpu:
-            copied = torch.cuda.Event(blocking=True)  # the host sleeps, and loaders have its core
-            copied.record()
-        self.pending.append((step, copy, copied))
-
-    def read(self, wait: bool) -> Iterator[Result]:
-        """Yield new results; that of a GPU's last step only with `wait`, or for a stop or save."""
-        while self.pending:
-            if self.gpu and len(self.pending) == 1 and not (wait or self.stop or self.save):
-                return
-            step, copy, copied = self.pending.popleft()
-            if copied:
-                copied.synchronize()
-            result = Result._make([step, *copy.tolist()])
-            if result.stop:
-                self.stop = True
-            if result.save:
-                self.save = True
-            yield result
+# --- The log
 
 
 def memory_of(device: torch.device) -> dict[str, float | int | None]:
@@ -406,22 +318,29 @@ class Log:
     Rates are means since the line before, by the host's clock, without what is `paused`.
     """
 
+    file: TextIO | None = None
+    lock: TextIO | None = None
+    tensorboard: Any = None
+
     def __init__(self, args: argparse.Namespace, rank: int, device: torch.device) -> None:
         """Open the log, to append to it. Collective."""
         self.args = args
         self.rank = rank
         self.device = device
-        self.file: TextIO | None = None
-        self.lock: TextIO | None = None
-        self.tensorboard: Any = None
-        self.losses: deque[float] = deque(maxlen=10)  # of the last good steps
+        self.losses: deque[float] = deque(maxlen=10)  # of the last steps
         self.bad_images: list[tuple[str, str, int]] = []  # this rank's new ones: path, reason, step
-        self.known_bad: set[str] = set()  # paths of those of all ranks since the start, on rank 0
-        self.listed: set[str] = set()  # paths in OUT/bad_images.csv, of earlier launches too
+        self.known_bad: set[str] = set()  # paths of those of all ranks since the start
         with refusing():
             checkpoint.on_rank0(self._open)
         self.start_clock(0)
         limit.log = self
+
+    def _open(self) -> None:
+        self.lock = lock_folder(self.args.out)
+        path = Path(self.args.out, "log.jsonl")
+        self.file = open(path, "a")  # noqa: SIM115
+        if path.read_bytes()[-1:] not in (b"", b"\n"):  # a node was lost while it wrote a line
+            self.file.write("\n")
 
     def close(self) -> None:
         """Let other runs use OUT."""
@@ -429,29 +348,12 @@ class Log:
             if file:
                 file.close()
 
-    def _open(self) -> None:
-        self.lock = lock_folder(self.args.out)
-        path = Path(self.args.out, "log.jsonl")
-        cut = path.exists() and not path.read_bytes().endswith(b"\n")
-        self.file = open(path, "a")  # noqa: SIM115
-        if cut and self.file.tell():  # a node was lost while it wrote a line
-            self.file.write("\n")
-        with suppress(FileNotFoundError), self._open_list("r") as lines:
-            rows = csv.reader(line.replace("\0", "") for line in lines)  # a lost node leaves zeros
-            self.listed = {row[0] for row in rows if row}
-
-    def _open_list(self, mode: str) -> Any:
-        """Open the list of unreadable images; a path in it may have any bytes."""
-        path = Path(self.args.out, "bad_images.csv")
-        return open(path, mode, newline="", encoding="utf-8", errors="surrogateescape")
-
     def start_clock(self, step: int) -> None:
         """Begin to measure before `step`."""
         self.first = self.begin = step
         self.begun = self.started = time.perf_counter()
         self.waited = self.waited_before = 0.0  # seconds spent waiting for batches
-        self.seconds = 0.0  # of all intervals that have ended
-        self.rates: list[float] = []  # images/s of each
+        self.rates: list[float] = []  # images/s of each interval
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -493,7 +395,7 @@ class Log:
                 self.tensorboard.add_scalar(f"{event}/{key}", value, values["step"])
         self.tensorboard.flush()
 
-    def step(self, result: Result, lr: float) -> None:
+    def step(self, result: Any, lr: float) -> None:
         """Count a step; every --log-every steps log it, with the rates since the last line.
 
         Loss and norm are those of this step, over all ranks; memory and waiting are rank 0's.
@@ -506,12 +408,10 @@ class Log:
         if done % args.log_every and done != args.steps:
             return
         now = time.perf_counter()
-        steps = done - self.begin
-        seconds = (now - self.begun) / steps
-        waited = (self.waited - self.waited_before) / steps
+        seconds = (now - self.begun) / (done - self.begin)
+        waited = (self.waited - self.waited_before) / (done - self.begin)
         rate = args.global_batch / seconds
         self.rates.append(rate)
-        self.seconds += now - self.begun
         self.begin = done
         self.begun = now
         self.waited_before = self.waited
@@ -527,7 +427,9 @@ class Log:
             data_seconds=waited,
             images_per_second=rate,
             images_per_second_per_rank=rate / args.world_size,
-            tflops_per_rank=rate / args.world_size * args.flops / 1e12 if trained else None,
+            tflops_per_rank=rate / args.world_size * args.flops_per_image / 1e12
+            if trained
+            else None,
             **memory,
         )
         text = f"step {done:{len(str(args.steps))}}/{args.steps}  "
@@ -541,26 +443,27 @@ class Log:
 
     def list_bad_images(self) -> str | None:
         """List the new ones of all ranks; return an error message if too many. Collective."""
-        every = gather(self.bad_images)
+        found = {row[0]: row for row in chain.from_iterable(gather(self.bad_images))}
         self.bad_images = []
-        return checkpoint.on_rank0(partial(self._list, list(chain.from_iterable(every))))
-
-    def _list(self, rows: Sequence[tuple[str, str, int]]) -> str | None:
-        found = {row[0]: row for row in rows}
+        new = [row for path, row in found.items() if path not in self.known_bad]
         self.known_bad |= found.keys()
-        new = [row for path, row in found.items() if path not in self.listed]
-        if new:
+        if new and self.rank == 0:
             path, reason, _ = new[0]
-            self.listed |= found.keys()
             self.say(f"warning: replaced {len(new)} unreadable images, such as {path} ({reason})")
-            try:
-                with self._open_list("a") as file:
-                    table = csv.writer(file)
-                    if file.tell() == 0:
-                        table.writerow(["path", "reason", "step"])
-                    table.writerows(new)
-            except OSError as error:
-                self.say(f"warning: bad_images.csv cannot be written now: {error}")
+            with (
+                refusing(),
+                open(
+                    Path(self.args.out, "bad_images.csv"),
+                    "a",
+                    newline="",
+                    encoding="utf-8",
+                    errors="surrogateescape",  # a path may have any bytes
+                ) as file,
+            ):
+                table = csv.writer(file)
+                if file.tell() == 0:
+                    table.writerow(["path", "reason", "step"])
+                table.writerows(new)
         share = self.args.max_bad
         bad = len(self.known_bad)
         if bad <= share * self.args.images or (share and bad <= FEW_BAD):
@@ -568,27 +471,26 @@ class Log:
         text = f"{bad} of {self.args.images} images are unreadable, more than --max-bad {share:g}"
         return f"{text} allows: they are listed in {self.args.out}/bad_images.csv"
 
-    def end(self, ending: Ending, more: dict[str, float]) -> None:
+    def end(self, ending: Ending, to_beat: dict[str, float]) -> None:
         """Write the record `end`, and a summary to the terminal."""
         seconds = time.perf_counter() - self.started
         rate = None
         if self.rates:  # the first interval includes the warm-up of caches, buckets and compilers
             rate = statistics.median(self.rates[1:] or self.rates)
-        if self.args.run_mode == "io" and self.seconds:  # batches of several workers come together
-            rate = (self.begin - self.first) * self.args.global_batch / self.seconds
+        if self.rates and self.args.run_mode == "io":  # batches of several workers come together
+            images = (self.begin - self.first) * self.args.global_batch
+            rate = images / (self.begun - self.started)
         values: dict[str, Any] = ending._asdict() | {"skipped": int(ending.reason == "nan")}
-        values |= {"bad_images": len(self.known_bad)}
-        values |= {"images_per_second": rate, "seconds": seconds}
-        values |= {"data_wait_fraction": self.waited / seconds} | memory_of(self.device)
+        values |= {"bad_images": len(self.known_bad), "images_per_second": rate}
+        values |= {"seconds": seconds, "data_wait_fraction": self.waited / seconds}
+        values |= memory_of(self.device)
         if self.losses:
-            values |= {"loss": sum(self.losses) / len(self.losses)} | more
-            text = (
+            values |= {"loss": sum(self.losses) / len(self.losses)} | to_beat
+            self.say(
                 f"mean loss of the last {len(self.losses)} steps {values['loss']:.4f}; predicting "
+                f"zero gives {to_beat['loss_of_zero']:.4f}, the mean colour of the visible patches "
+                f"{to_beat['loss_of_mean_colour']:.4f}"
             )
-            text += (
-                f"zero gives {more['loss_of_zero']:.4f}, the mean colour of the visible patches "
-            )
-            self.say(f"{text}{more['loss_of_mean_colour']:.4f}")
         self.write("end", **values)
         speed = f" {rate:.1f} img/s," if rate else ""
         self.say(
@@ -600,35 +502,31 @@ class Log:
 
 def record(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags and what follows, by the names that checkpoints and the log use."""
-    own = ("channel_stats", "mesh_shape", "patches", "epoch_steps", "flops", "params")
-    flags = {name: value for name, value in vars(args).items() if name not in own}
+    found = vars(args).copy()
+    stats = found.pop("channel_stats")
+    found |= {"image_dtype": stats.dtype, "channel_mean": stats.mean, "channel_std": stats.std}
     if args.blr is not None:
-        flags["lr"] = None  # it follows from --blr
-    stats = args.channel_stats
-    pixels = {"image_dtype": stats.dtype, "channel_mean": stats.mean, "channel_std": stats.std}
-    return flags | pixels
+        found["lr"] = None  # it follows from --blr
+    return found
 
 
 def describe(args: argparse.Namespace, log: Log, begin: int) -> None:
     """Write the record `start`, and what will run to the terminal."""
     device = log.device.type
+    gflop = args.flops_per_image / 1e9
     mesh = dict(zip(("replicate", "shard"), args.mesh_shape, strict=True))
-    rate = f"{args.lr:.3g}"
-    if args.blr is not None:
-        rate = f"{args.blr:g} x {args.global_batch} / 256 = {rate}"
     batch = f"{args.batch} images x {args.world_size} ranks x {args.accum} steps"
     mean = ", ".join(f"{value:.5g}" for value in args.channel_stats.mean)
     log.say(
-        f"{args.model}: {args.params:,} parameters, {args.flops / 1e9:.1f} GFLOP per image",
+        f"{args.model}: {args.params:,} parameters, {gflop:.1f} GFLOP per image",
         f"{args.world_size} ranks on {device}, {args.mode}, mesh {mesh}, {args.precision}",
-        f"batch: {batch} = {args.global_batch}; lr: {rate}",
+        f"batch: {batch} = {args.global_batch}; lr: {args.lr:.3g}",
         f"data: {args.data}, {args.images} images, {args.epoch_steps} steps per epoch",
-        f"pixels: {args.channels} channels, mean {mean} {args.pixel_notes}",
+        f"pixels: {args.channels} channels, mean {mean}",
     )
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    follows = {"peak_lr": args.lr, "epoch_steps": args.epoch_steps, "device": device, "mesh": mesh}
-    follows |= {"params": args.params, "flops_per_image": args.flops, "versions": versions}
+    follows = {"peak_lr": args.lr, "device": device, "mesh": mesh, "versions": versions}
     log.write("start", **record(args) | follows, begin=begin)
 
 
@@ -639,15 +537,11 @@ def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
     folder = Path(args.out, "profile")
 
     def write(profiler: torch.profiler.profile) -> None:
-        try:
-            folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / "rank_00000.json.gz"))
-            key = "self_cpu_time_total" if log.device.type == "cpu" else "self_device_time_total"
-            table = profiler.key_averages().table(sort_by=key, row_limit=20)
-            (folder / "rank_00000.txt").write_text(table)
-        except (OSError, RuntimeError) as error:  # a full disk
-            log.say(f"warning: no profile: {error}")
-            return
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "rank_00000.json.gz"))
+        key = "self_cpu_time_total" if log.device.type == "cpu" else "self_device_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=20)
+        (folder / "rank_00000.txt").write_text(table)
         log.write("profile", first_step=begin + 6)
         log.say(f"profile in {folder}: open the trace in https://ui.perfetto.dev")
 
@@ -658,12 +552,6 @@ def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
 
 
 # --- Where a run begins, and when it saves
-
-
-def launcher() -> str:
-    """Name what has started this run, and starts it again after a failure."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"Slurm job {job}" if job else f"process {os.getppid()} on {platform.node()}"
 
 
 def choose_checkpoints(args: argparse.Namespace) -> list[Path]:
@@ -678,31 +566,25 @@ def choose_checkpoints(args: argparse.Namespace) -> list[Path]:
 
 
 def _choose(args: argparse.Namespace) -> list[Path]:
-    out = args.out
-    found = [*reversed(checkpoint.list_checkpoints(out))]
+    found = [*reversed(checkpoint.list_checkpoints(args.out))]
     if args.resume == "auto":
         return found
-    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    restarted = any(os.environ.get(name, "0") != "0" for name in counts)
-    if found and restarted:  # it goes on with what it has saved, if that is its own
+    if found and restarted():  # it goes on with what it has saved, if that is its own
         state = checkpoint.read_manifest(found[0])["run_state"]
         if state.get("launcher") == launcher():
             return found
     if args.resume == "none":
         if found:
-            raise ValueError(f"{out} holds checkpoints of another run: give another --out")
+            raise ValueError(f"{args.out} holds checkpoints of another run: give another --out")
         return []
     begin = Path(args.resume)
-    if not begin.exists():
-        raise ValueError(f"--resume {begin}: there is no such folder")
-    inside = checkpoint.list_checkpoints(begin)  # of a run's folder, its newest
-    begin = inside[-1] if inside else begin
+    begin = max(checkpoint.list_checkpoints(begin), key=checkpoint.step_of, default=begin)
     step = checkpoint.read_manifest(begin)["step"]
     for path in found:
         other = path.resolve().parent != begin.resolve().parent
         if other or checkpoint.step_of(path) > step:  # this run would take it for its own
             advice = f"give another --out, or move it away: mv {path} ELSEWHERE"
-            raise ValueError(f"{out} holds {path.name} besides --resume {begin}: {advice}")
+            raise ValueError(f"{args.out} holds {path.name} besides --resume {begin}: {advice}")
     return [begin]
 
 
@@ -717,9 +599,8 @@ class Checkpoints:
         self.saved = -1  # the newest step in OUT
         self.failures = 0  # of saves, in a row
         self.saved_at = time.monotonic()
-        self.steps, self.seconds = save_interval(
-            args.save_every if args.run_mode == "real" else "none"
-        )
+        when = args.save_every if args.run_mode == "real" else "none"
+        self.steps, self.seconds = save_interval(when)
 
     def due_after(self, step: int) -> bool:
         """Tell whether to save after so many steps."""
@@ -740,14 +621,15 @@ class Checkpoints:
             return None
         limit.arm(LONG)
         start = time.monotonic()
-        scaler = self.training.scaler
-        state = {"flags": record(self.args), "scaler": scaler.state_dict() if scaler else None}
-        state["launcher"] = launcher()
-        model = self.training.model
-        optimizer = self.training.optimizer
+        training = self.training
+        scale = training.scaler.state_dict() if training.scaler else None
+        state = {"flags": record(self.args), "scaler": scale, "launcher": launcher()}
+        model = training.model
         try:
             with self.log.paused():
-                checkpoint.save(self.args.out, step, model, optimizer, state, keep=self.args.keep)
+                checkpoint.save(
+                    self.args.out, step, model, training.optimizer, state, keep=self.args.keep
+                )
         except OSError as error:
             self.failures += 1
             problem = f"step {step} was not saved: {error}"
@@ -766,19 +648,18 @@ class Checkpoints:
 
         `defaults` are those of flags that an older checkpoint may lack. Collective.
         """
-        training = self.training
-        optimizer = training.optimizer
+        optimizer = self.training.optimizer
+        scaler = self.training.scaler
         settings = []
         for group in optimizer.param_groups:
             settings.append({key: group[key] for key in group if key != "params"})
         for path in found:
             limit.arm(LONG)
             try:
-                look = partial(self._compare, path, defaults)
-                state, changes = checkpoint.on_rank0(look)
-                self.begin = checkpoint.load(path, training.model, optimizer)["step"]
+                state, changes = checkpoint.on_rank0(partial(self._compare, path, defaults))
+                self.begin = checkpoint.load(path, self.training.model, optimizer)["step"]
             except (ValueError, OSError) as error:
-                if len(found) == 1 or not isinstance(error, checkpoint.CorruptCheckpointError):
+                if path == found[-1] or not isinstance(error, checkpoint.CorruptCheckpointError):
                     raise Refused(error) from error
                 self.log.say(f"warning: skipping a damaged checkpoint: {error}")
                 continue
@@ -786,32 +667,28 @@ class Checkpoints:
                 group.update(flags)  # the flags hold: with --allow-changes they may differ
             # A scale below 1 comes from overflows that no scale could cure.
             scale = state.get("scaler")
-            if training.scaler and scale and scale["scale"] >= 1:
-                training.scaler.load_state_dict(scale)
-            if Path(path).resolve().parent == Path(self.args.out).resolve():
+            if scaler and scale and scale["scale"] >= 1:
+                scaler.load_state_dict(scale)
+            if path.resolve().parent == Path(self.args.out).resolve():
                 self.saved = self.begin
             self.log.say(f"resumed {path} at step {self.begin}; changed: {changes or '-'}")
             return
-        if found:
-            advice = "give --resume PATH to begin at another one, or another --out"
-            raise Refused(f"no checkpoint in {self.args.out} can be read: {advice}")
 
     def _compare(self, path: Path, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the run state, and which flags differ; ValueError for one that must not."""
         manifest = checkpoint.read_manifest(path)
         state = manifest["run_state"]
-        then = state.get("flags")
-        now = json.loads(json.dumps(record(self.args)))
-        if not then or not manifest["step"]:  # of another program, or of convert.py
+        if "flags" not in state or not manifest["step"]:  # of another program, or of convert.py
             return state, ""
+        now, then = json.loads(json.dumps([record(self.args), defaults]))
+        then |= state["flags"]
         if self.args.epochs and then["global_batch"] != now["global_batch"]:
             why = "with --epochs, the steps done would count as another number of epochs"
             raise ValueError(f"{path}: {why}: give --global-batch {then['global_batch']}")
         changed = {}
-        for key in (*DECISIVE, *TOLD):
-            before = then.get(key, defaults.get(key, now[key]))
-            if before != now[key]:
-                changed[key] = f"{key} {before} -> {now[key]}"
+        for key, value in now.items():
+            if then.get(key, value) != value:
+                changed[key] = f"{key} {then[key]} -> {value}"
         refused = [changed[key] for key in changed if key in DECISIVE]
         if refused and not self.args.allow_changes:
             what = f"{path} was trained with other flags ({', '.join(refused)})"
@@ -819,19 +696,11 @@ class Checkpoints:
             raise ValueError(f"{what}: {advice}")
         return state, ", ".join(changed.values())
 
-    def finish_again(self, evaluate: Callable[[int], None] | None) -> None:
-        """Say that all steps are done; evaluate now if the run was killed before. Collective."""
-        self.log.say(f"already finished: all {self.args.steps} steps; {self.where()}")
-        if self.saved >= 0 and not checkpoint.on_rank0(Path(self.args.out, "done").exists):
-            if evaluate:
-                evaluate(self.begin)
-            mark_done(self.args.out, True)
-
     def where(self) -> str:
         """Say where the weights are."""
-        return (
-            f"saved {self.args.out}/step_{self.saved:08d}" if self.saved >= 0 else "nothing saved"
-        )
+        if self.saved < 0:
+            return "nothing saved"
+        return f"saved {self.args.out}/step_{self.saved:08d}"
 
 
 def save_interval(text: str) -> tuple[int | None, float | None]:
@@ -844,6 +713,11 @@ def save_interval(text: str) -> tuple[int | None, float | None]:
         if int(text) > 0:
             return int(text), None
     raise ValueError(f"--save-every takes steps (500), minutes (30m) or none, not {text}")
+
+
+def is_done(out: str) -> bool:
+    """Tell whether OUT/done is there. Collective."""
+    return checkpoint.on_rank0(Path(out, "done").exists)
 
 
 def mark_done(out: str, done: bool) -> None:
@@ -872,23 +746,21 @@ def evaluate(
     is sharded. The numbers are the same for any mode and any number of ranks: of each image the
     centre is cut out, and its mask depends only on its index.
     """
-    steps = range(-(-len(files) // args.global_batch))
+    steps = range(math.ceil(len(files) / args.global_batch))
     batches = iter(open_loader(args, files, log, steps, augment=False))
     pixels = torch.zeros(args.batch, args.channels, args.img_size, args.img_size)
     noise = torch.zeros(args.batch, args.patches)
     blank = data.MicroBatch(pixels, noise, [-1] * args.batch, [])  # its images do not count
     sums = torch.zeros(4, dtype=torch.float64, device=log.device)  # number of images, losses
     bad: list[str] = []
-    failed = False
     model.eval()
     for _ in range(len(steps) * args.accum):
         limit.arm(LONG)
-        batch = blank
         try:
-            if not failed:
-                batch = next(batches)
+            batch = next(batches)
         except (OSError, RuntimeError) as error:  # it costs an evaluation, not the run
-            failed = True
+            batches = repeat(blank)
+            batch = blank
             bad.append(str(error))
         counts = torch.tensor([image >= 0 for image in batch.image_ids], device=log.device)
         losses = losses_of(batch.image.to(log.device), batch.noise.to(log.device)).double()

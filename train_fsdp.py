@@ -36,10 +36,12 @@ import gc
 import math
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, NoReturn, cast
@@ -60,6 +62,7 @@ BLR = 1.5e-4  # the base learning rate of MAE's pretraining
 # the scale is 2**-24, so there is another cause.
 MAX_OVERFLOWS = 40
 COLLECT_EVERY = 100  # steps between two garbage collections
+REPORT_EVERY = 10  # steps between two reports of unreadable images
 
 # --- The flags: to add one, add a line here and use it
 
@@ -209,23 +212,44 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def model_config(args: argparse.Namespace) -> vit.ViTConfig:
-    """Return the sizes of `base`, or of `base:depth=6,mlp_width=1536`; ValueError."""
-    name, _, rest = args.model.partition(":")
-    try:
-        changes = [part.split("=") for part in filter(None, rest.split(","))]
-        sizes = {key: number(key != "gated_mlp", kind=int)(value) for key, value in changes}
-        return replace(vit.MODELS[name], channels=args.channels, **sizes)
-    except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        example = f"use {', '.join(vit.MODELS)}, or as base:depth=6,mlp_width=1536"
-        raise ValueError(f"--model {args.model}: {error}; {example}") from None
+    """Return the sizes of the model; ValueError."""
+    return vit.model_config(args.model, args.channels)
 
 
 def complete(args: argparse.Namespace, world_size: int, node_ranks: int, device_type: str) -> None:
     """Fill in what was not given, for so many ranks, `node_ranks` of them on a node.
 
-    Sets mode, group, mesh_shape, world_size, fsdp, wrap, prefetch, limit_all_gathers, precision,
-    batch, global_batch, blr, lr, patches, flops, params, channel_stats. ValueError if flags clash.
+    Sets also mesh_shape, world_size, patches, flops_per_image, params and channel_stats.
+    ValueError if flags clash.
     """
+    complete_sharding(args, world_size, node_ranks, device_type)
+    share = world_size * args.accum
+    if args.global_batch is None:
+        args.global_batch = share * (args.batch or 32)
+    if args.global_batch % share:
+        parts = f"{world_size} ranks x {args.accum} accumulation steps"
+        raise ValueError(f"--global-batch {args.global_batch} is not a multiple of {parts}")
+    args.batch = args.global_batch // share
+    if args.lr is None:
+        args.blr = args.blr or BLR
+        args.lr = args.blr * args.global_batch / 256  # as in MAE's recipe
+    config = model_config(args)
+    args.patches = vit.patch_count(config, args.img_size)
+    if vit.count_visible(args.patches, args.mask_ratio) == args.patches:
+        raise ValueError(f"--mask-ratio {args.mask_ratio} removes no patch: nothing to learn")
+    args.flops_per_image = vit.flops_per_image(config, args.img_size, args.mask_ratio)
+    with torch.device("meta"):
+        args.params = sum(p.numel() for p in vit.ViTMAE(config, args.img_size).parameters())
+    args.channel_stats = data.IMAGENET  # unless run.find_stats finds others
+    if args.channels != 3:
+        half = (0.5,) * args.channels
+        args.channel_stats = data.ChannelStats(mean=half, std=(0.25,) * args.channels)
+
+
+def complete_sharding(
+    args: argparse.Namespace, world_size: int, node_ranks: int, device_type: str
+) -> None:
+    """Fill in mode, options of sharding, precision and mesh_shape; ValueError if they clash."""
 
     def applies(mode: str) -> dict[str, bool]:
         has_group = shard.STRATEGIES[mode].shard_over == "group"
@@ -257,28 +281,6 @@ def complete(args: argparse.Namespace, world_size: int, node_ranks: int, device_
     shard_over = shard.STRATEGIES[args.mode].shard_over
     args.mesh_shape = mesh.mesh_shape(shard_over, world_size, args.group)
     args.world_size = world_size
-    share = world_size * args.accum
-    if args.batch is None:
-        args.batch = 32
-    if args.global_batch is None:
-        args.global_batch = args.batch * share
-    if args.global_batch % share:
-        parts = f"{world_size} ranks x {args.accum} accumulation steps"
-        raise ValueError(f"--global-batch {args.global_batch} is not a multiple of {parts}")
-    args.batch = args.global_batch // share
-    if args.lr is None:
-        if args.blr is None:
-            args.blr = BLR
-        args.lr = args.blr * args.global_batch / 256  # as in MAE's recipe
-    args.patches = vit.patch_count(model_config(args), args.img_size)
-    if vit.count_visible(args.patches, args.mask_ratio) == args.patches:
-        raise ValueError(f"--mask-ratio {args.mask_ratio} removes no patch: nothing to learn")
-    args.channel_stats = run.default_stats(args.channels)  # until the images are found
-    args.flops = vit.flops_per_image(model_config(args), args.img_size, args.mask_ratio)
-    with torch.device("meta"):
-        args.params = sum(
-            p.numel() for p in vit.ViTMAE(model_config(args), args.img_size).parameters()
-        )
 
 
 def count_steps(args: argparse.Namespace, images: int) -> None:
@@ -372,27 +374,43 @@ class Requests(NamedTuple):
 NO_REQUESTS = Requests()
 
 
+class Result(NamedTuple):
+    """What the ranks found in one step, the same on all."""
+
+    step: int  # from 0
+    loss: float  # mean over all ranks
+    # the following are numbers of ranks
+    bad: float  # whose loss or norm is not finite: the step was not applied, and the run ends
+    bad_norm: float  # whose norm is not finite; in fp16 only this step was not applied
+    stop: float  # that have asked for it, as the next three
+    save: float
+    no_batch: float
+    bad_images: float
+    norm: float  # of the gradients
+
+
 class Guard:
     """Have all ranks agree, by one small all-reduce per step, whether it is applied, and on more.
 
     A step is not applied if on any rank the loss or the gradient norm is not finite, or there is no
     batch. Nor is any later one: the run ends. A GPU knows that before the host does, which reads
-    results one step late (run.Results). With a gradient scaler (fp16), a norm that is not finite
+    results one step late, without waiting. With a gradient scaler (fp16), a norm that is not finite
     only skips its own step, unless there have been more than MAX_OVERFLOWS in a row.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.late = device.type == "cuda"
         self.ended = torch.zeros((), dtype=torch.bool, device=device)
         self.overflows = torch.zeros((), device=device)  # in a row
-        self.results = run.Results(device)
+        self.pending: deque[tuple[int, Tensor, Any]] = deque()  # results on their way to the host
 
     def check(
         self, step: int, loss: Tensor, norm: Tensor, requests: Requests, scaled: bool = False
     ) -> Tensor:
         """Agree on a step after its backward pass; return () fp32, 1 to skip it. Collective."""
-        device = self.ended.device
-        loss = loss.to(device).double()
-        norm = norm.detach().to(device).double()
+        loss = loss.to(self.device).double()
+        norm = norm.detach().to(self.device).double()
         bad_norm = ~norm.isfinite()
         self.overflows = torch.where(bad_norm, self.overflows + 1, 0)
         bad = ~loss.isfinite() | (self.overflows > MAX_OVERFLOWS if scaled else bad_norm)
@@ -403,8 +421,23 @@ class Guard:
         any_bad, any_bad_norm, _, _, any_no_batch, _ = sums[1:] > 0
         skip = any_bad | any_bad_norm | any_no_batch | self.ended
         self.ended = self.ended | any_bad | any_no_batch
-        self.results.add(step, torch.cat([sums, norm.view(1)]))
+        copy = torch.cat([sums, norm.view(1)]).to("cpu", non_blocking=True)  # of a GPU: pinned
+        copied = None
+        if self.late:
+            copied = torch.cuda.Event(blocking=True)  # the host sleeps, and loaders have its core
+            copied.record()
+        self.pending.append((step, copy, copied))
         return skip.float()
+
+    def results(self, wait: bool) -> Iterator[Result]:
+        """Yield new results; a GPU's last one only with `wait`, or once ranks ask for something."""
+        while len(self.pending) > int(self.late and not wait):
+            step, copy, copied = self.pending.popleft()
+            if copied:
+                copied.synchronize()
+            result = Result(step, *copy.tolist())
+            wait = wait or result.stop + result.save + result.bad_images > 0
+            yield result
 
 
 def train_step(
@@ -490,14 +523,36 @@ class Batches:
         self.args = args
         self.files = files
         self.log = log
-        self.error: Exception | None = None  # what the loader has raised
-        # io does not measure what workers have read ahead when its clock starts
-        self.ahead = 1 + math.ceil(args.workers * data.PREFETCH / args.accum)
-        more = self.ahead if args.run_mode == "io" else 0
-        self.loaded = iter(run.open_loader(args, files, log, range(begin, args.steps + more)))
-        self.begin = begin
+        self.failed = False
+        self.problem: str | None = None  # an error message of the loader
         self.current: list[MicroBatch] = []
-        self.next(begin)
+        self.again = False  # the next batch is the current one
+        ahead = 0
+        if args.run_mode == "io":  # it does not measure what workers have read before it begins
+            ahead = 1 + math.ceil(args.workers * data.PREFETCH / args.accum)
+        self.loaded = iter(run.open_loader(args, files, log, range(begin, args.steps + ahead)))
+        for _ in range(max(1, ahead)):
+            self.next(begin)
+        self.again = args.run_mode != "io"
+
+    def next(self, step: int) -> list[MicroBatch]:
+        """Return the batch of a step; once the loader has failed, the last batch again.
+
+        All ranks learn of the failure together, when the step is checked: none waits for this one.
+        """
+        if self.again or self.failed:
+            self.again = self.args.run_mode == "syn"
+            return self.current
+        start = time.perf_counter()
+        try:
+            self.current = self.read(step)
+        except Exception as error:
+            self.failed = True
+            self.problem = f"rank {self.log.rank}: the data loader failed: {run.cause_of(error)}"
+            if not isinstance(error, (OSError, RuntimeError)):  # a bug
+                traceback.print_exception(error)
+        self.log.waited += time.perf_counter() - start
+        return self.current
 
     def read(self, step: int) -> list[MicroBatch]:
         """Read the micro-batches of a step."""
@@ -510,35 +565,6 @@ class Batches:
                 self.log.bad_images.append((self.files.path(index), reason, step + 1))
         return micro_batches
 
-    def next(self, step: int) -> list[MicroBatch]:
-        """Return the batch of a step; once the loader has failed, the last batch again.
-
-        All ranks learn of the failure together, when the step is checked: none waits for this one.
-        """
-        mode = self.args.run_mode
-        if self.current and (mode == "syn" or (mode == "real" and step == self.begin)):
-            return self.current  # syn: the same batch again and again
-        start = time.perf_counter()
-        try:
-            if not self.error:
-                self.current = self.read(step)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the GPU's, not the loader's
-            raise
-        except Exception as error:
-            self.error = error
-        self.log.waited += time.perf_counter() - start
-        return self.current
-
-
-def requests_now(batches: Batches, checkpoints: run.Checkpoints) -> Requests:
-    """Return what this rank asks of the others in the step that comes."""
-    return Requests(
-        stop=bool(SIGNALS),
-        save=checkpoints.due_by_clock(),
-        no_batch=batches.error is not None,
-        bad_images=bool(batches.log.bad_images),
-    )
-
 
 def train(
     args: argparse.Namespace,
@@ -550,19 +576,21 @@ def train(
 ) -> run.Ending:
     """Run the remaining steps; return how the run ends."""
     guard = Guard(log.device)
-    results = guard.results
     profile = run.open_profile(args, log, checkpoints.begin)
     zero = torch.zeros((), device=log.device)
     for step in range(checkpoints.begin, args.steps):
         done = step + 1  # the number of steps done, this one included
         last = done == args.steps
-        save = last or checkpoints.due_after(done)
-        problem = None
         run.limit.arm()
         # data: the loader works ahead, so this seldom waits
         micro_batches = batches.next(step)
+        requests = Requests(
+            stop=bool(SIGNALS),
+            save=checkpoints.due_by_clock(),
+            no_batch=batches.failed,
+            bad_images=bool(log.bad_images) and (last or done % REPORT_EVERY == 0),
+        )
         # step: forward, backward, and an update unless some rank finds a bad value
-        requests = requests_now(batches, checkpoints)
         if training:
             lr = learning_rate(step, args)
             train_step(training, guard, step, micro_batches, lr, requests)
@@ -571,27 +599,27 @@ def train(
         if profile:
             profile.step()
         # log: a GPU's results are read one step late, without waiting, but for a stop or a save
-        for result in results.read(wait=save):
+        save = last or checkpoints.due_after(done)
+        stop = False
+        problem = None
+        for result in guard.results(wait=save):
             if result.no_batch or result.bad:
                 return end_early(result, batches, log, checkpoints)
             log.step(result, learning_rate(result.step, args))
-            if result.bad_images and (save or result.step % 10 == 9):
+            save = save or result.save > 0
+            stop = stop or result.stop > 0
+            if result.bad_images:
                 problem = log.list_bad_images()
-                if problem:
-                    results.save = True  # and so all results are read
         # save: on schedule, when some rank's clock says so, or before the run ends
-        ending = last or results.stop or problem is not None
-        if results.save or ending:
-            save = True
-        if save:
-            failed = checkpoints.save(done, final=ending)
-            results.save = False
+        ends = last or stop or problem is not None
+        if save or ends:
+            failed = checkpoints.save(done, final=ends)
             if failed:
                 return run.Ending("save_failed", done, failed)
         # stop: after a signal to any rank; before evaluating, because little time may be left
         if problem:
             return run.Ending("bad_images", done, problem)
-        if results.stop and not last:
+        if stop and not last:
             return run.Ending("signal", done)
         if save and evaluate:
             with log.paused():
@@ -602,12 +630,12 @@ def train(
 
 
 def end_early(
-    result: run.Result, batches: Batches, log: run.Log, checkpoints: run.Checkpoints
+    result: Result, batches: Batches, log: run.Log, checkpoints: run.Checkpoints
 ) -> run.Ending:
     """Save the weights from before a step that was not applied; say why. Collective."""
     if result.no_batch:
         reason = "loader_error"
-        problem = run.loader_problem(batches.error)
+        problem = run.first(batches.problem)
     else:
         reason = "nan"
         what = "gradient norm" if math.isfinite(result.loss) else "loss"
@@ -623,30 +651,22 @@ def end_early(
 # --- The run: each part is made from those before it
 
 
-def baselines(args: argparse.Namespace, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Average the losses to beat (vit.baseline_losses) over a step of all ranks. Collective."""
-    losses = []
-    for images, noise in micro_batches:
-        _, mask = vit.random_masking(noise, args.mask_ratio)
-        x = data.normalize(images, args.channel_stats)
-        patch = model_config(args).patch
-        losses.append(vit.baseline_losses(x, mask, patch, args.norm_pix_loss).mean(1))
-    mean = torch.stack(losses).mean(0) / args.world_size
-    dist.all_reduce(mean)
-    zero, colour = mean.tolist()
-    return {"loss_of_zero": zero, "loss_of_mean_colour": colour}
+def losses_to_beat(args: argparse.Namespace, images: Tensor, noise: Tensor) -> Tensor:
+    """Compute the losses of predicting zero and the mean colour for images as loaded -> (2, B)."""
+    _, mask = vit.random_masking(noise, args.mask_ratio)
+    x = data.normalize(images, args.channel_stats)
+    return vit.baseline_losses(x, mask, model_config(args).patch, args.norm_pix_loss)
 
 
 def image_losses(
     args: argparse.Namespace, training: Training, images: Tensor, noise: Tensor
 ) -> Tensor:
     """Compute the loss of each image (B, C, H, W), and the two to beat -> (3, B). Collective."""
-    images = data.normalize(images, args.channel_stats)
+    x = data.normalize(images, args.channel_stats)
     with shard.autocast(training.model, images.device, training.dtype):
-        _, prediction, mask = training.model(images, args.mask_ratio, noise)
-    patch = model_config(args).patch
-    losses = vit.loss_per_image(images, prediction, mask, patch, args.norm_pix_loss)
-    return torch.cat([losses[None], vit.baseline_losses(images, mask, patch, args.norm_pix_loss)])
+        _, prediction, mask = training.model(x, args.mask_ratio, noise)
+    losses = vit.loss_per_image(x, prediction, mask, model_config(args).patch, args.norm_pix_loss)
+    return torch.cat([losses[None], losses_to_beat(args, images, noise)])
 
 
 def run_training(args: argparse.Namespace, log: run.Log) -> None:
@@ -668,25 +688,32 @@ def run_training(args: argparse.Namespace, log: run.Log) -> None:
             losses_of = partial(image_losses, args, training)
             evaluate = partial(run.evaluate, args, training.model, losses_of, held_out, log)
         if checkpoints.begin >= args.steps:
-            checkpoints.finish_again(evaluate)
+            log.say(f"already finished: all {args.steps} steps; {checkpoints.where()}")
+            if evaluate and not run.is_done(args.out):  # it was killed before its evaluation
+                evaluate(checkpoints.begin)
+        run.mark_done(args.out, checkpoints.begin >= args.steps)
+        if checkpoints.begin >= args.steps:
             return
-        run.mark_done(args.out, False)
     run.describe(args, log, checkpoints.begin)
     run.limit.arm(run.LONG)  # workers take a while to start
     batches = Batches(args, files, log, checkpoints.begin)
-    if any(run.gather(batches.error is not None)):
-        raise run.Refused(run.loader_problem(batches.error), status=1)
-    to_beat = baselines(args, batches.current) if training else {}
-    if args.run_mode == "io":  # not measured: what workers have read ahead by now
-        for step in range(1, batches.ahead):
-            batches.next(step)
+    problem = run.first(batches.problem)
+    if problem:
+        raise run.Refused(problem, status=1)
+    to_beat = {}
+    if training:
+        losses = [losses_to_beat(args, *batch).mean(1) for batch in batches.current]
+        mean = torch.stack(losses).mean(0) / args.world_size
+        dist.all_reduce(mean)
+        zero, colour = mean.tolist()
+        to_beat = {"loss_of_zero": zero, "loss_of_mean_colour": colour}
     gc.collect()
     gc.freeze()  # objects that exist now are permanent: keep the collector from scanning them
     gc.disable()  # it would stop one rank at a time, and so stall all
     log.start_clock(checkpoints.begin)
     ending = train(args, training, batches, log, checkpoints, evaluate)
     run.limit.arm(run.LONG)
-    log.list_bad_images()  # what was found since the last log line
+    log.list_bad_images()  # what was found since the last report
     log.end(ending, to_beat)
     if args.run_mode == "real":
         log.say(checkpoints.where())
@@ -739,7 +766,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # on this rank alone: the others must not wait for it
         status = 1
         run.fail(error, ranks, log)
-    run.leave(log)
+    run.limit.arm(run.LONG)
+    gc.enable()
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 serves the store, so it must not leave before the others
+        dist.destroy_process_group()
+    run.limit.stop()
+    if log:
+        log.close()
     return status
 
 

@@ -103,7 +103,7 @@ class Trial:
         found: list[tuple[float, float]] = []
         for number in range(STEPS // 2 + 20):
             train_fsdp.train_step(self.training, self.guard, number, self.batches, LR)
-            results = self.guard.results.read(wait=True)
+            results = self.guard.results(wait=True)
             found += [(r.loss, r.norm) for r in results if math.isfinite(r.norm)]
             if len(found) == STEPS // 2:
                 break

@@ -65,7 +65,7 @@ def our_step(args: Namespace, device: torch.device) -> Step:
 
     def step() -> None:
         train_fsdp.train_step(training, guard, next(numbers), [batch], lr=1e-5)
-        for _ in guard.results.read(wait=False):
+        for _ in guard.results(wait=False):
             pass
 
     return step

@@ -72,7 +72,7 @@ def test_infinite_norms_are_bad_once_the_scale_is_at_its_end(single):
 
     def bad(norm: torch.Tensor) -> bool:
         skip = guard.check(0, one, norm, train_fsdp.NO_REQUESTS, scaled=True)
-        (result,) = guard.results.read(wait=False)
+        (result,) = guard.results(wait=False)
         assert bool(skip) == bool(result.bad or norm is nan)
         return bool(result.bad)
 

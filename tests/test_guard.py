@@ -6,7 +6,6 @@ import pytest
 import torch
 from ranks import join, on_ranks
 
-import run
 from train_fsdp import Guard, Requests
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def three_ranks():
             norm = torch.tensor(norms.get(step, 1.0))
             asked = Requests(**{flag: (rank, step) in where for flag, where in FLAGS.items()})
             skip = guard.check(step, loss, norm, asked, scaled)
-            (result,) = guard.results.read(wait=False)
+            (result,) = guard.results(wait=False)
             found[name].append((skip.item(), result))
     return found
 
@@ -74,20 +73,20 @@ class Event:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_late_reader_gets_the_same_results(late, monkeypatch):
+def test_a_late_reader_gets_the_same_results(late, single, monkeypatch):
     """As for a GPU, whose results are read one step later, but for a stop, a save, the end."""
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event())
-    results = run.Results(CPU)
-    results.gpu = late
+    guard = Guard(CPU)
+    guard.late = late
+    one = torch.tensor(1.0)
 
-    def read(step: int | None = None, wait: bool = False, stop: bool = False) -> list[int]:
+    def read(step: int | None = None, wait: bool = False, **asked: bool) -> list[int]:
         if step is not None:
-            results.add(step, torch.tensor([1.0, 0, 0, stop, 0, 0, 0, 1.0]))
-        return [result.step for result in results.read(wait)]
+            guard.check(step, one, one, Requests(**asked))
+        return [result.step for result in guard.results(wait)]
 
     assert read(0) == ([] if late else [0])
     assert read(1) == ([0] if late else [1])
     assert read(wait=True) == ([1] if late else [])
     assert read(2, stop=True) == ([] if late else [2])
     assert read(3) == ([2, 3] if late else [3])  # what is applied by then is what is saved
-    assert results.stop and not results.save

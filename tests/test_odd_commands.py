@@ -74,7 +74,7 @@ UNFIT = {
     "--batch 2 --channels 4": "--channels 4 needs statistics: type `python prepare.py stats images",
     "--batch 2 --include nothing": "no images found in images",
     "--batch 2 --include !*.jpg": "no images found in images",
-    "--batch 2 --resume nowhere": "--resume nowhere: there is no such folder",
+    "--batch 2 --resume nowhere": "nowhere: not a checkpoint",
     "--batch 2 --resume images": "images",  # no checkpoint
     "--batch 2 --out images/out": "--out images/out lies in --data images",
 }

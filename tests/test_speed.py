@@ -57,7 +57,7 @@ def stepper(mode: str, fsdp: int, precision: str, device=CPU, compiled=False):
     def step() -> None:
         train_fsdp.train_step(training, guard, next(number), batches, lr=1e-4)
         if device != CPU:  # as the loop does, one step late: reading it on a CPU is no wait
-            list(guard.results.read(wait=False))
+            list(guard.results(wait=False))
 
     return step
 
