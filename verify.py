@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what optimizers and FSDP import late is imported once for all ranks
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.optim
@@ -250,6 +251,7 @@ class ScriptRun:
         # renews PyTorch's pool of threads, which does not survive a fork, before two threads of a
         # backward pass try to do so at once
         torch.set_num_threads(1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         output = os.open(self.folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -263,7 +265,9 @@ class ScriptRun:
         # gloo would look up the computer's own name, which may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.chdir(self.folder / "work")
-        random.seed()  # or all runs would draw what the process draws that they are forked from
+        random.seed()  # or all would draw what the process draws that they are forked from
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
         sys.argv = [str(self.script), *self.words]
         sys.path[:1] = [str(self.script.parent), str(Path(__file__).resolve().parent)]
         Recorder(self.folder / "records", rank, begin, last)
@@ -306,6 +310,7 @@ class Differs(Exception):
     """What differs first, and a sentence about what that looks like, or none."""
 
 
+REPLICAS = "the ranks have different parameters: give all one seed, and change them alike"
 BUFFERS = "only buffers differ, such as BatchNorm's, which each rank computes from its own images"
 EVALUATION = "the steps are the same until the first evaluation, which must change nothing"
 LOST = "no gradient: the optimizer was built before sharding, or a call went past the wrapper"
@@ -355,9 +360,14 @@ class Comparison:
         start = want["start"]
         rounding = {name: 8 * want["eps"] * largest(p) for name, p in start.items()}
         bounds = {name: self.drift[name] + size for name, size in rounding.items()}
-        times, name, rank = find_worst([record["start"] for record in got], start, bounds)
+        found = [record["start"] for record in got]
+        times, name, rank = find_worst(found, start, bounds)
         if times == math.inf:
             raise Differs(f"gradient of {name}: the optimizer does not hold it (rank {rank})", LOST)
+        of_rank0 = {each: found[0][each] for each in start}
+        unequal, other, at = find_worst(found, of_rank0, rounding)
+        if unequal > 1:
+            raise Differs(f"parameter {other} before it (rank {at})", REPLICAS)
         if times > 1:
             raise Differs(f"parameter {name} before it (rank {rank})", "")
         self._check_gradients(want["gradient"], [record["gradient"] for record in got])
@@ -525,6 +535,7 @@ def run_row(args: argparse.Namespace, folder: Path, row: str, stops: list[int]) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 if all rows are the same, 1 if one differs or raises."""
     args = read_flags(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks are killed then too
     torch.set_num_threads(1)
     gc.freeze()  # what exists now is not searched for modules
     begin = time.monotonic()
