@@ -1,12 +1,11 @@
 """Load images: list, order across ranks, augmentation, batches, one image from file to pixels.
 
-The order of images follows from (seed, epoch); the crop, flip and masking noise of a sample follow
-from (seed, position), where `position` is its number in the whole job, from 0. So no rank, worker
-or sampler keeps any state: the step number says where a run is, and with the same global batch any
-number of ranks and workers gives the same images, crops, flips and masks.
+The order of images follows from (seed, epoch); the crop, flip and masking noise of a sample from
+(seed, position), its number in the whole job. So nobody keeps any state: with one global batch,
+any number of ranks and workers gives the same samples, and a run goes on from any step.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
-A micro-batch is the images of one rank in one accumulation step. Shapes: N images of a data set,
-B of a micro-batch, C channels, H x W pixels, L patches of an image.
+Shapes: N images of a data set, B of a micro-batch (the images of one rank in one accumulation
+step), C channels, H x W pixels, L patches of an image.
 """
 
 import atexit
@@ -17,20 +16,16 @@ import math
 import multiprocessing
 import os
 import signal
-import struct
 import threading
-import tokenize
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,20 +41,15 @@ ARRAY_DTYPES = ("uint8", "uint16", "float32")
 AnyImage = Image.Image | np.ndarray  # an array is (C, H, W), with a dtype in ARRAY_DTYPES
 PREFETCH = 2  # batches that each worker of a loader may read ahead
 MAX_UNREADABLE_IN_A_ROW = 256  # so many end the run: the folder must be gone
-# Logarithms of the limits of width / height; computed in fp32, as in torchvision.
-LOG_ASPECT_LIMITS = torch.tensor([3 / 4, 4 / 3]).log().tolist()
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # they end a run
 
 
 class ChannelStats(NamedTuple):
-    """Mean and standard deviation of each channel of a data set.
-
-    uint8 values are first scaled to [0, 1]; uint16 and float32 values are taken as stored.
-    """
+    """Mean and deviation of each channel: of uint8 scaled to [0, 1], of other values as stored."""
 
     mean: tuple[float, ...]  # C numbers
     std: tuple[float, ...]
-    dtype: str = "uint8"  # the dtype of every image, one of ARRAY_DTYPES
+    dtype: str = "uint8"  # of every image, one of ARRAY_DTYPES
 
 
 IMAGENET = ChannelStats((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as in the MAE recipe
@@ -70,7 +60,7 @@ class UnreadableImage(ValueError):
 
 
 class NeedsPackingError(UnreadableImage):
-    """Training cannot read the file as it is, but `prepare.py pack` may be able to convert it."""
+    """Training does not take such a file, but `prepare.py pack` may convert it."""
 
 
 # --- Which images there are
@@ -96,24 +86,11 @@ class ImageList:
 
     root: str
     table: np.ndarray
-    left_out: str = ""  # how many files below root are not listed, and why
+    packed: bool = False
+    left_out: int = 0  # files below root that are not listed
 
     def __len__(self) -> int:
         return len(self.table)
-
-    @property
-    def packed(self) -> bool:
-        """Tell whether the images are in a pack."""
-        return "shard" in (self.table.dtype.names or ())
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Return the bytes of each file (N,) int64."""
-        return self.table["size"]
-
-    def part(self, first: int, last: int) -> "ImageList":
-        """Return the images from `first` to before `last`."""
-        return replace(self, table=self.table[first:last])
 
     def name(self, index: int) -> str:
         """Return an image's path relative to the folder, or within the pack."""
@@ -143,83 +120,67 @@ def open_shard(path: str) -> IO[bytes]:
 def scan(root: str, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> ImageList:
     """List the images below `root`, or of a pack, sorted by the bytes of their names.
 
-    If `include` is given, lists only images that match one of its patterns; never one that matches
-    a pattern of `exclude` (see `matches`). OSError if a folder cannot be listed, ValueError if
-    there is no image, or if a pack is damaged or given with patterns.
+    With `include`, an image must match one of its patterns; none may match one of `exclude`.
+    OSError if a folder cannot be listed; ValueError without images, or for what a pack has not.
     """
     if is_pack(root):
         if include or exclude:
             raise ValueError(f"{root} is a pack, in which none can be chosen: pack only these")
         path = os.path.join(root, "pack.index")
         try:
-            with open(path, "rb") as file:
-                table = np.lib.format.read_array(file)[["name", "size", "shard", "start"]]
-        except (ValueError, LookupError, TypeError) as error:
+            return ImageList(root, np.load(path)[["name", "size", "shard", "start"]], True)
+        except (ValueError, LookupError, EOFError) as error:
             raise ValueError(f"{path} is damaged ({error}): create it again") from None
-        return ImageList(root, table)
-    names: list[bytes] = []
-    # a count of 0 tells that the patterns may be misspelt
-    left_out = Counter({"excluded": 0} if exclude else {})
+    names = []
+    left_out = 0
     for name in walk_files(root):
-        if not name.lower().endswith(EXTENSIONS):
-            _, ending = os.path.splitext(name)
-            left_out[f"with the extension {ending.lower() or 'none'}"] += 1
-        elif include and not any(matches(name, pattern) for pattern in include):
-            left_out["not included"] += 1
-        elif any(matches(name, pattern) for pattern in exclude):
-            left_out["excluded"] += 1
-        else:
+        chosen = matches(name, include) if include else True
+        if chosen and name.lower().endswith(EXTENSIONS) and not matches(name, exclude):
             names.append(os.fsencode(name))
-    counts = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+        else:
+            left_out += 1
     if not names:
-        text = f"no images found in {root}: looked for {' '.join(EXTENSIONS)}; left out: {counts}"
+        text = f"no images found in {root}, of {left_out} files: looked for {' '.join(EXTENSIONS)}"
         raise ValueError(f"{text} (a pattern must match a whole name: *part* matches a part)")
     names.sort()
-    longest = max(len(name) for name in names)
-    table = np.zeros(len(names), [("name", f"S{longest}"), ("size", "i8")])
+    table = np.zeros(len(names), [("name", f"S{max(map(len, names))}"), ("size", "i8")])
     table["name"] = names
 
     def size(name: bytes) -> int:
-        path = os.path.join(os.fsencode(root), name)
-        return os.path.getsize(path) if os.path.exists(path) else 0  # a link to nothing
+        try:
+            return os.path.getsize(os.path.join(os.fsencode(root), name))
+        except FileNotFoundError:  # a link to nothing
+            return 0
 
     with ThreadPool(16) as threads:  # a parallel file system takes long for each
         table["size"] = threads.map(size, names)
-    return ImageList(root, table, counts)
+    return ImageList(root, table, left_out=left_out)
 
 
 def walk_files(root: str) -> Iterator[str]:
-    """Yield the path of each visible file, relative to `root`; OSError for an unreadable folder.
-
-    Follows symbolic links, but lists no folder twice.
-    """
+    """Yield the relative path of each visible file; follow links, but list no folder twice."""
 
     def fail(error: OSError) -> None:
         raise error  # a folder skipped silently would change the order of the images
 
-    # Treat the folders above `root` as listed, so that a link to one of them lists nothing.
-    above = [os.stat(folder) for folder in Path(root).resolve().parents]
-    listed = {(info.st_ino, info.st_dev) for info in above}
+    listed = set()
     for path, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
-        info = os.stat(path)
-        if (info.st_ino, info.st_dev) in listed:
+        real = os.path.realpath(path)
+        if real in listed:
             subfolders.clear()  # os.walk enters only what this list still holds
             continue
-        listed.add((info.st_ino, info.st_dev))
+        listed.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         folder = os.path.relpath(path, root)
-        visible = [name for name in files if not name.startswith(".")]
-        yield from visible if folder == "." else [f"{folder}/{name}" for name in visible]
+        for name in files:
+            if not name.startswith("."):
+                yield os.path.normpath(f"{folder}/{name}")
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Tell whether a relative path matches a pattern, which may contain *, ? and [abc].
-
-    A pattern without a slash is compared with the file's name and with each folder's name. A
-    pattern with a slash is compared with the whole path; its * matches slashes too.
-    """
-    parts = [name] if "/" in pattern else name.split("/")
-    return any(fnmatchcase(part, pattern) for part in parts)
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a relative path, or a name in it, matches a pattern with *, ? or [abc]."""
+    parts = [name, *name.split("/")]
+    return any(fnmatchcase(part, pattern) for part in parts for pattern in patterns)
 
 
 def is_pack(folder: str) -> bool:
@@ -241,27 +202,19 @@ class SyntheticImages:
     def path(self, index: int) -> str:
         return f"synthetic image {index}"
 
-    def read(self, index: int) -> AnyImage:
-        """Make a picture of 256 x 256: RGB, or an array (C, H, W)."""
+    def read(self, index: int) -> np.ndarray:
+        """Make a picture (C, 256, 256)."""
         generator = np.random.default_rng((self.seed, index))
         coarse = generator.integers(0, 256, (8, 8, self.channels), dtype=np.uint8)
         channels = [Image.fromarray(np.ascontiguousarray(c)) for c in np.moveaxis(coarse, 2, 0)]
         smooth = [channel.resize((256, 256), Image.Resampling.BICUBIC) for channel in channels]
-        if self.channels == 3:
-            return Image.merge("RGB", smooth)
         return np.stack([np.asarray(channel) for channel in smooth])
-
-
-# --- Statistics: of which images, and where they are kept
 
 
 def fingerprint(files: ImageList) -> str:
     """Compute a checksum of all names and sizes."""
-    names = files.table["name"]
-    # As wide as the longest needs it: the column of a part of a pack is as wide as all of it.
-    longest = np.char.str_len(names).max()
-    checksum = zlib.crc32(names.astype(f"S{longest}").tobytes())
-    return f"{zlib.crc32(files.sizes.tobytes(), checksum):08x}"
+    checksum = zlib.crc32(files.table["name"].tobytes())
+    return f"{zlib.crc32(files.table['size'].tobytes(), checksum):08x}"
 
 
 def stats_file(folder: str) -> str:
@@ -272,24 +225,19 @@ def stats_file(folder: str) -> str:
 
 
 def read_stats(path: str) -> tuple[ChannelStats, str | None]:
-    """Read a file of statistics -> them, and the fingerprint of the images that were measured.
-
-    A file that was written by hand has none. ValueError if training cannot use the statistics.
-    """
-    with open(path, "rb") as file:
-        content = file.read()
+    """Read a file of statistics -> them, and the fingerprint of the images, if it has one."""
     try:
-        found = json.loads(content)
+        with open(path, "rb") as file:
+            found = json.load(file)
         both = np.array([found["mean"], found["std"]], np.float64)  # (2, C)
-        if both.ndim != 2 or not both.size or not np.isfinite(both).all() or both[1].min() <= 0:
-            raise ValueError("each channel needs a finite mean, and a deviation above 0")
-        if found["dtype"] not in ARRAY_DTYPES:
-            raise ValueError(f"dtype {found['dtype']!r:.40} is none of {ARRAY_DTYPES}")
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        what = f"{path} is not as `prepare.py stats` writes it"
-        raise ValueError(f"{what} ({error!r}): remove it and type that") from None
-    mean, std = both.tolist()
-    return ChannelStats(tuple(mean), tuple(std), found["dtype"]), found.get("images")
+        usable = both.size and np.isfinite(both).all() and both[1].min() > 0
+        if not usable or found["dtype"] not in ARRAY_DTYPES:
+            raise ValueError("a mean, a deviation above 0 or the dtype is missing")
+        mean, std = both.tolist()
+        stats = ChannelStats(tuple(mean), tuple(std), found["dtype"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not as `prepare.py stats` writes it: {error!r}") from None
+    return stats, found.get("images")
 
 
 # --- Which rank reads which image, and when
@@ -298,76 +246,60 @@ def read_stats(path: str) -> tuple[ChannelStats, str | None]:
 def steps_per_epoch(image_count: int, global_batch: int) -> int:
     """Count the whole global batches in an epoch; ValueError if there is not even one."""
     if global_batch > image_count:
-        raise ValueError(
-            f"global batch {global_batch} exceeds the data set of {image_count} images"
-        )
+        most = f"the data set of {image_count} images"
+        raise ValueError(f"global batch {global_batch} exceeds {most}")
     return image_count // global_batch
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)  # both at the end of an epoch
 def permutation(seed: int, epoch: int, image_count: int) -> np.ndarray:
     """Return the order (N,) int64 of all images in an epoch."""
     return np.random.default_rng((seed, epoch)).permutation(image_count)
 
 
+@dataclass(frozen=True)
 class ImageOrder:
-    """The order of images: every epoch is a new permutation, cut to whole global batches.
+    """New permutations, cut to whole global batches; without `shuffle` the list again and again."""
 
-    Without `shuffle` it is their own order, of all images, again and again.
-    """
-
-    def __init__(
-        self, image_count: int, global_batch: int, seed: int, shuffle: bool = True
-    ) -> None:
-        self.image_count = image_count
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch_samples = image_count
-        if shuffle:
-            self.epoch_samples = steps_per_epoch(image_count, global_batch) * global_batch
+    image_count: int
+    global_batch: int
+    seed: int
+    shuffle: bool = True
 
     def image_at(self, position: int) -> int:
         """Return the index of the image that is sample number `position` of the job."""
-        epoch, offset = divmod(position, self.epoch_samples)
         if not self.shuffle:
-            return offset
+            return position % self.image_count
+        samples = steps_per_epoch(self.image_count, self.global_batch) * self.global_batch
+        epoch, offset = divmod(position, samples)
         return int(permutation(self.seed, epoch, self.image_count)[offset])
 
 
 def step_positions(
     step: int, global_batch: int, micro_batch_size: int, world_size: int
 ) -> np.ndarray:
-    """Assign the positions of one step to ranks; return (accumulation steps, world_size, B) int64.
-
-    The ranks take one micro-batch each, in rank order; then one more each for every further
-    accumulation step. So all ranks together read each position once, in every sharding mode.
-    """
+    """Deal out the positions of a step to ranks, in turn: (accumulation steps, world_size, B)."""
     positions = np.arange(step * global_batch, (step + 1) * global_batch)
     return positions.reshape(-1, world_size, micro_batch_size)
 
 
 @dataclass(frozen=True)
 class RankBatchSampler:
-    """The micro-batches of one rank, as lists of (position, image index)."""
+    """The positions of one rank, a micro-batch at a time."""
 
-    order: ImageOrder
     global_batch: int
     micro_batch_size: int
     rank: int  # among those that read different images
     world_size: int
     steps: range
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[int]]:
+        shape = (self.global_batch, self.micro_batch_size, self.world_size)
         for step in self.steps:
-            shape = (self.global_batch, self.micro_batch_size, self.world_size)
-            own = step_positions(step, *shape)[:, self.rank]  # (accumulation steps, B)
-            for positions in own.tolist():
-                # Looked up here, in the main process: a worker draws the permutation only if it
-                # has to replace an unreadable image.
-                yield [(position, self.order.image_at(position)) for position in positions]
+            yield from step_positions(step, *shape)[:, self.rank].tolist()
 
 
-# --- Augmentation
+# --- Samples and batches
 
 
 def draw_augmentation(
@@ -375,13 +307,11 @@ def draw_augmentation(
 ) -> tuple[Tensor, bool, tuple[int, int, int, int]]:
     """Draw the masking noise (L,), the flip and the crop (top, left, height, width) of a sample.
 
-    As in appendix A.1 of the MAE paper.
+    As in the MAE paper, A.1. The crop comes last: it takes more numbers for some sizes of images.
     """
     # a hash of both, so that neighbouring positions draw unrelated numbers
     sample_seed = np.random.SeedSequence((seed, position)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(sample_seed))
-    # The crop is drawn last, because the number of draws that it takes depends on the size of the
-    # image, which must not affect noise or flip.
     noise = torch.randperm(patches, generator=generator).float()  # the smallest stay visible
     flip = torch.rand((), generator=generator).item() < 0.5
     crop = draw_crop(generator, width, height)
@@ -389,14 +319,11 @@ def draw_augmentation(
 
 
 def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int, int, int, int]:
-    """Draw a crop (top, left, height, width) like torchvision's RandomResizedCrop.
-
-    It covers 20% to 100% of the area; its aspect ratio (width : height) is from 3:4 to 4:3.
-    """
+    """Draw a crop (top, left, height, width) as torchvision's RandomResizedCrop(scale=(0.2, 1))."""
+    limits = torch.tensor([3 / 4, 4 / 3]).log().tolist()  # in fp32, as in torchvision
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(0.2, 1.0, generator=generator).item()
-        log_aspect = torch.empty(1).uniform_(*LOG_ASPECT_LIMITS, generator=generator)
-        aspect = log_aspect.exp().item()
+        aspect = torch.empty(1).uniform_(*limits, generator=generator).exp().item()
         w = round(math.sqrt(area * aspect))
         h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
@@ -407,9 +334,6 @@ def draw_crop(generator: torch.Generator, width: int, height: int) -> tuple[int,
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
-
-
-# --- Samples and batches
 
 
 class MicroBatch(NamedTuple):
@@ -423,7 +347,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(eq=False)
 class Images(Dataset[Any]):  # Any: mypy takes a Dataset's items for those of its DataLoader
-    """Load a sample by its (position, image index); for `exact` see `crop_and_resize`.
+    """Load a sample by its position in the job; for `exact` see `crop_and_resize`.
 
     Without `augment` an image is its centre, never flipped; a sample that stands in for another
     image, or is beyond the last, has the image_id -1.
@@ -433,31 +357,26 @@ class Images(Dataset[Any]):  # Any: mypy takes a Dataset's items for those of it
     order: ImageOrder
     img_size: int
     patches: int
-    exact: bool = False
+    exact: bool = False  # see crop_and_resize
     stats: ChannelStats = IMAGENET  # an image whose channels or dtype differ counts as unreadable
     augment: bool = True
 
-    def __getitem__(self, key: tuple[int, int]) -> MicroBatch:
-        """Load an image; if it is unreadable, load the next one in the order instead.
+    def __getitem__(self, position: int) -> MicroBatch:
+        """Load an image, or else the next readable one in the order, by the same random numbers.
 
-        The replacement gets the same noise and flip, and its crop is drawn from the same random
-        numbers. OSError after MAX_UNREADABLE_IN_A_ROW unreadable images, or if a file system
-        fails; errors of code are passed on.
+        OSError after MAX_UNREADABLE_IN_A_ROW unreadable images, or if a file system fails.
         """
-        position, index = key
         bad: list[tuple[int, str]] = []
         while len(bad) < MAX_UNREADABLE_IN_A_ROW:
+            index = self.order.image_at(position + len(bad))
             try:
                 image, noise = self.load(position, index)
             except UnreadableImage as error:
                 bad.append((index, str(error)))
-                index = self.order.image_at(position + len(bad))
                 continue
-            if not self.augment and index != position:
-                index = -1
-            return MicroBatch(image, noise, [index], bad)
-        last_index, reason = bad[-1]
-        last = f"{self.files.path(last_index)} ({reason})"
+            own = self.augment or index == position
+            return MicroBatch(image, noise, [index if own else -1], bad)
+        last = f"{self.files.path(index)} ({bad[-1][1]})"
         raise OSError(f"{len(bad)} images in a row could not be read, the last: {last}")
 
     def load(self, position: int, index: int) -> tuple[Tensor, Tensor]:
@@ -469,29 +388,24 @@ class Images(Dataset[Any]):  # Any: mypy takes a Dataset's items for those of it
                 raise
             raise UnreadableImage(f"{type(error).__name__}: {error}") from error
         image, (width, height) = open_image(content, self.stats)
-        seed = self.order.seed
-        noise, flip, crop = draw_augmentation(seed, position, self.patches, width, height)
+        given = (self.order.seed, position, self.patches)
+        noise, flip, crop = draw_augmentation(*given, width, height)
         if not self.augment:
             # As ImageNet's evaluations: the shorter side becomes 256 pixels, and 224 are cut out.
             side = max(1, round(min(width, height) * 224 / 256))
             crop = ((height - side) // 2, (width - side) // 2, side, side)
             flip = False
-        # Decoding an image that the source has opened smaller would change the source's object.
+        # decoding what the source has opened at a smaller scale would change its object
         exact = self.exact or not isinstance(content, bytes)
         pixels = crop_and_resize(image, crop, self.img_size, exact)
-        if flip:
-            pixels = pixels.flip(-1)
-        return pixels, noise
+        return pixels.flip(-1) if flip else pixels, noise
 
 
 def collate(samples: Sequence[MicroBatch]) -> MicroBatch:
     """Stack samples into a batch; in a worker, default_collate stacks directly in shared memory."""
-    return MicroBatch(
-        image=default_collate([sample.image for sample in samples]),
-        noise=default_collate([sample.noise for sample in samples]),
-        image_ids=list(chain.from_iterable(sample.image_ids for sample in samples)),
-        bad=list(chain.from_iterable(sample.bad for sample in samples)),
-    )
+    images, noises, ids, bad = zip(*samples, strict=True)
+    image = default_collate(list(images))
+    return MicroBatch(image, default_collate(list(noises)), [*chain(*ids)], [*chain(*bad)])
 
 
 def build_loader(
@@ -514,24 +428,18 @@ def build_loader(
 ) -> DataLoader[MicroBatch]:
     """Make one rank's DataLoader, which yields that rank's micro-batches for each step in `steps`.
 
-    One iterator covers all steps, so workers start once, not once per epoch; they end with this
-    process. A batch that takes longer than `timeout` seconds (0: any time) raises RuntimeError.
-    Images must have the channels and dtype of `stats`. Without `augment`, images come in their own
-    order: steps = range(ceil(N / global_batch)) covers all; leave out image_ids of -1 (see
-    `Images`). ValueError if the global batch is larger than the data set that is shuffled.
+    A batch that takes longer than `timeout` seconds (0: any time) raises RuntimeError. Without
+    `augment`, steps = range(ceil(N / global_batch)) covers all images; leave out image_ids of -1.
     """
     order = ImageOrder(len(files), global_batch, seed, shuffle=augment)
     return DataLoader(
         Images(files, order, img_size, patches, exact, stats, augment),
-        batch_sampler=RankBatchSampler(
-            order, global_batch, micro_batch_size, rank, world_size, steps
-        ),
+        batch_sampler=RankBatchSampler(global_batch, micro_batch_size, rank, world_size, steps),
         num_workers=workers,
         collate_fn=collate,
         multiprocessing_context=fork_server() if workers else None,
         worker_init_fn=end_with_parent,
-        # without it each new iterator would draw from, and so change, PyTorch's global generator
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # otherwise an iterator changes PyTorch's global one
         pin_memory=pin_memory,
         prefetch_factor=PREFETCH if workers else None,
         timeout=timeout if workers else 0,
@@ -554,9 +462,8 @@ def normalize(images: Tensor, stats: ChannelStats = IMAGENET) -> Tensor:
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Start the server that worker processes are forked from, if needed, and return its context.
 
-    Forked from this process, a worker would inherit its open devices, and locks of threads that the
-    worker does not have. The server has imported torch and blocks STOP_SIGNALS, as do its workers:
-    a launcher sends them to all processes, but only this one may act on them.
+    Forked from this process, a worker would inherit its devices and locks. The server and its
+    workers block STOP_SIGNALS: a launcher sends them to all, but only this process may act on them.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "PIL.Image"])
@@ -576,12 +483,9 @@ def kill_workers() -> None:
 
 
 def end_with_parent(worker: int = 0) -> None:
-    """Let this process, a worker, end when the process that reads from it does, however that ends.
+    """Let this worker end when the process that reads from it does, however that ends."""
 
-    PyTorch watches the worker's parent: the fork server, which lives as long as its workers do.
-    """
-
-    def watch() -> None:
+    def watch() -> None:  # PyTorch watches the fork server, which lives as long as its workers
         parent: Any = multiprocessing.parent_process()
         parent.join()
         os._exit(1)
@@ -591,50 +495,37 @@ def end_with_parent(worker: int = 0) -> None:
 
 # --- One image: from a file or array to pixels
 #
-# A tree holds pictures that Pillow shows completely as 8-bit RGB, and arrays: .npy files (C, H, W).
-# Any other raster (more bands, more bits, several pages, JPEG 2000) is refused here; GDAL reads it
-# in `prepare.py pack`, which writes an array.
+# A tree holds pictures that Pillow shows completely as 8-bit RGB, and .npy files (C, H, W). Any
+# other raster (more bands, bits or pages, JPEG 2000) is refused: `prepare.py pack` makes arrays.
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF")  # as Pillow names them
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")  # Pillow's, of 8 bits
 TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits")
+STACKS = ("images=", '"truncated"')  # of ImageJ and tifffile: one directory for all pages
 ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # how a complete JPEG and a complete PNG end
 LARGEST_VALUE = 1e30  # a larger magnitude must be a nodata value that nobody declared
-# What Pillow and numpy raise for bad content; a mistake in code mostly raises other types.
-CONTENT_ERRORS: tuple[type[Exception], ...] = (OSError, SyntaxError, ValueError, ArithmeticError)
-CONTENT_ERRORS += (LookupError, TypeError, EOFError, NotImplementedError, struct.error, zlib.error)
-CONTENT_ERRORS += (tokenize.TokenError, Image.DecompressionBombError)
 PACK = "convert it with `prepare.py pack`"
 
 
 def is_file_error(error: OSError) -> bool:
-    """Tell whether an OSError is about one file: it is missing, forbidden, or cannot be decoded.
-
-    The others, such as EIO, are about a file system: other ranks might not see them.
-    """
+    """Tell whether an OSError is about one file; others, as EIO, may be of this node alone."""
     about_a_file = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR)
     return error.errno is None or error.errno in about_a_file
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn what Pillow and numpy raise for bad content into UnreadableImage.
-
-    Put only calls of theirs inside: anything else that raises is an error of code.
-    """
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = 2**29  # Pillow refuses twice as many
+    """Turn what Pillow and numpy raise into UnreadableImage: put only calls of theirs inside."""
     try:
         yield
     except UnidentifiedImageError:
-        known = ", ".join(FORMATS)
-        raise NeedsPackingError(f"not one of {known}: if it is a raster, {PACK}") from None
-    except CONTENT_ERRORS as error:
+        raise NeedsPackingError(f"not one of {FORMATS}: if it is a raster, {PACK}") from None
+    except (NameError, AttributeError, ImportError, MemoryError):
+        raise
+    except Exception as error:
         if isinstance(error, OSError) and not is_file_error(error):
             raise
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
 
 
 def open_image(
@@ -642,11 +533,10 @@ def open_image(
 ) -> tuple[AnyImage, tuple[int, int]]:
     """Open what `ImageSource.read` returned; return the image, not decoded, and (width, height).
 
-    NaN in an array means nodata; if `stats` is given, NaN is replaced by the channel's mean.
-    UnreadableImage if the image is damaged or too large, or if its channels or dtype differ from
-    those of `stats`; NeedsPackingError if it must be packed first.
+    NaN in an array means nodata, which `stats` replaces by the channel's mean. UnreadableImage if
+    the image is damaged, or unlike `stats`; NeedsPackingError if it must be packed first.
     """
-    image: AnyImage
+    image: Any
     if not isinstance(content, bytes):
         image = content
     elif content.startswith(b"\x93NUMPY"):
@@ -654,21 +544,17 @@ def open_image(
             image = np.load(io.BytesIO(content), allow_pickle=False)
     else:
         image = open_picture(content)
+    channels = 3
+    dtype = "uint8"
     if isinstance(image, np.ndarray):
         check_array(image)
-        channels, height, width = image.shape
-        size = (width, height)
+        channels = len(image)
         dtype = image.dtype.name
-    else:
-        channels = 3
-        size = image.size
-        dtype = "uint8"
-    if not stats:
-        return image, size
-    if (channels, dtype) != (len(stats.mean), stats.dtype):
-        kind = f"{channels} channels of {dtype}, not {len(stats.mean)} of {stats.dtype}"
-        raise UnreadableImage(f"{kind}: see `prepare.py stats`")
-    if isinstance(image, np.ndarray) and dtype == "float32":
+    size = image.size if isinstance(image, Image.Image) else image.shape[:0:-1]
+    if stats and (channels, dtype) != (len(stats.mean), stats.dtype):
+        wanted = f"{len(stats.mean)} of {stats.dtype}: see `prepare.py stats`"
+        raise UnreadableImage(f"{channels} channels of {dtype}, not {wanted}")
+    if stats and dtype == "float32":
         mean = np.array(stats.mean, np.float32)[:, None, None]
         image = np.where(np.isnan(image), mean, image)
     return image, size
@@ -679,23 +565,23 @@ def open_picture(content: bytes) -> Image.Image:
     with reading():
         # Only these formats: Pillow also takes the start of any HDF5 or GRIB file for an image.
         image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
-        exif = image.getexif()
-    bits = content[24] if image.format == "PNG" else 8  # in its header (PNG, 11.2.1)
-    # Of 2 and 4 bits, Pillow scales the pixels to 8, but not the colour that is transparent.
-    misread = bits in (2, 4) and image.mode != "P" and "transparency" in image.info
-    if image.mode not in MODES or bits == 16 or misread:
-        raise NeedsPackingError(f"{image.format} of mode {image.mode}, {bits} bits: {PACK}")
-    if image.format == "TIFF" and not is_plain_tiff(image, exif):
-        raise NeedsPackingError(f"TIFF that is not one page of 8-bit grey or RGB: {PACK}")
-    # An interrupted copy leaves zeros at the end of the file. Pillow would decode the missing rest
-    # of a JPEG or PNG as grey or black, without an error.
+        turned = image.getexif().get(Tag.Orientation, 1) != 1
+    plain = image.mode in MODES
+    if image.format == "PNG":
+        # its bits: Pillow shows 8 of 16, and misses a transparent colour of 2 or 4
+        plain = plain and (content[24] in (1, 8) or image.mode == "P")
+    elif image.format == "TIFF":
+        plain = not turned and is_plain_tiff(image)  # Pillow would turn it, GDAL not
+    if not plain:
+        raise NeedsPackingError(f"{image.format} that is not one page of 8-bit RGB or grey: {PACK}")
+    # An interrupted copy ends in zeros. Pillow would show what is missing as grey or black.
     zeros = image.format in ("JPEG", "MPO", "PNG") and content.endswith(b"\0")
     if zeros and not content.rstrip(b"\0").endswith(ENDS):
         raise UnreadableImage(f"truncated: zeros where the end of the {image.format} should be")
     return image
 
 
-def is_plain_tiff(image: Any, exif: Any) -> bool:
+def is_plain_tiff(image: Any) -> bool:
     """Tell whether an opened TIFF is one page of 8-bit grey or RGB, which all readers show."""
     tags = image.tag_v2
     places = (Tag.StripOffsets, Tag.StripByteCounts, Tag.TileOffsets, Tag.TileByteCounts)
@@ -704,43 +590,31 @@ def is_plain_tiff(image: Any, exif: Any) -> bool:
         image.mode in ("L", "RGB")
         and image.info.get("compression") in TIFF_COMPRESSIONS
         and tags.next == 0  # no second page, overview or mask
-        and Tag.SubIFDs not in tags
-        and tags.get(Tag.NewSubfileType, 0) == 0
         and tags.get(Tag.SamplesPerPixel, 1) == len(image.getbands())
         and set(tags.get(Tag.BitsPerSample, ())) == {8}
         and set(tags.get(Tag.SampleFormat, (1,))) == {1}  # unsigned
         and tags.get(Tag.PhotometricInterpretation) in (1, 2)  # black is zero, RGB
         and tags.get(Tag.PlanarConfiguration, 1) == 1  # pixel by pixel
         and tags.get(Tag.FillOrder, 1) == 1
-        and exif.get(Tag.Orientation, 1) == 1  # Pillow would rotate it, GDAL not
         and not any(0 in tags.get(tag, ()) for tag in places)  # a sparse file omits empty tiles
-        and "images=" not in about  # stacks of ImageJ and tifffile, with one directory
-        and '"truncated"' not in about
+        and not any(word in about for word in STACKS)
     )
 
 
 def check_array(image: np.ndarray) -> None:
     """Raise UnreadableImage unless an array (C, H, W) is as training takes it."""
     kind = f"an array of shape {image.shape} and dtype {image.dtype}"
-    if image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
+    channels_last = image.ndim == 3 and image.shape[2] <= 4 < min(image.shape[:2])
+    if channels_last or image.ndim != 3 or not image.size or image.dtype.name not in ARRAY_DTYPES:
         raise NeedsPackingError(f"{kind} is not (C, H, W) of {' or '.join(ARRAY_DTYPES)}: {PACK}")
-    if image.shape[2] <= 4 < min(image.shape[:2]):
-        raise NeedsPackingError(f"{kind} looks like (H, W, C): {PACK}")
-    if image.dtype.kind != "f":
-        return
-    if (np.abs(image) > LARGEST_VALUE).any():  # infinity too
-        advice = "if they are missing, declare it: `prepare.py pack --nodata=NUMBER`"
-        raise UnreadableImage(f"pixels above {LARGEST_VALUE:g}: {advice}")
-    if np.isnan(image).all():
-        raise UnreadableImage("nodata (NaN) in all pixels")
+    if image.dtype.kind == "f":
+        largest = np.abs(image[~np.isnan(image)]).max(initial=0)
+        if largest > LARGEST_VALUE or np.isnan(image).all():
+            raise UnreadableImage(f"only NaN, or above {LARGEST_VALUE:g}: see pack --nodata=NUMBER")
 
 
 def decode(image: Any, reduce: int = 1, box: tuple[int, ...] | None = None) -> Image.Image:
-    """Decode to RGB, transparent pixels on black; a JPEG at 1/`reduce` of its size (1, 2, 4, 8).
-
-    `box` is the part to return: (left, top, right, bottom) in pixels of that size. UnreadableImage
-    if Pillow cannot decode it.
-    """
+    """Decode to RGB, transparent as black, a JPEG at 1/`reduce` of its size; cut to `box`."""
     with reading():
         if reduce > 1:
             image.draft(None, (image.width // reduce, image.height // reduce))
@@ -756,18 +630,13 @@ def decode(image: Any, reduce: int = 1, box: tuple[int, ...] | None = None) -> I
 def crop_and_resize(image: AnyImage, crop: Sequence[int], side: int, exact: bool = False) -> Tensor:
     """Decode, crop to (top, left, height, width), resize to (C, side, side) uint8 or float32.
 
-    Resizes bicubically with antialiasing, like torchvision's v2.functional.resized_crop on a
-    tensor. A JPEG is decoded at the smallest scale at which its crop still covers the output: this
-    is faster, changes `image`, and differs by less than 1 grey level (of 255) on average. With
-    `exact` it is decoded at full size, as by torchvision.
+    Like torchvision's v2.functional.resized_crop, bicubically. Unless `exact`, a JPEG is decoded at
+    the smallest scale at which the crop covers the output: faster, within 1 grey level on average.
     """
     top, left, height, width = crop
     if isinstance(image, Image.Image):
-        reduce = 1
-        if image.format == "JPEG" and not exact:
-            for factor in (2, 4, 8):
-                if min(height, width) >= factor * side:
-                    reduce = factor
+        factors = () if exact or image.format != "JPEG" else (2, 4, 8)
+        reduce = max([1, *(f for f in factors if min(height, width) >= f * side)])
         edges = (left, top, left + width, top + height)
         rgb = decode(image, reduce, tuple(round(edge / reduce) for edge in edges))
         pixels = np.array(rgb)  # (H, W, C), copied

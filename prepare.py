@@ -24,13 +24,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -41,17 +40,15 @@ import data
 DRIVERS = dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "GTiff")
 DRIVERS |= dict.fromkeys((b"\0\0\0\x0c", b"\xff\x4f\xff\x51"), "JP2OpenJPEG")
 DRIVERS |= {b"\x89PNG": "PNG"}
-LARGEST_IMAGE = 2**32  # bytes of one decoded image
+LARGEST_IMAGE = 2**30  # pixels of all bands together
 EXACT_IN_FLOAT32 = 2**24  # float32 holds every whole number up to this one
 SHARD_BYTES = 2**28  # size of the source files that become one shard
 QUALITY = 90  # JPEG quality of pictures that are made smaller
 PART = 64  # images that a process reads before it reports
-LARGE = 2**22  # pixels; of a larger image only some rows and columns are measured
 MAX_BAD = 0.01  # share of broken images above which training ends: its default of --max-bad
 RESOLUTION_FOLDER = re.compile(r"R\d+m")  # as in a .SAFE
 MASK_OF_BAND = re.compile(r"MSK_[A-Z]+_B\d")  # MSK_QUALIT_B02 and the like, of Sentinel-2
 
-MODE_NAMES = {"1": "grey", "L": "grey", "LA": "grey", "P": "palette", "PA": "palette"}
 
 # --- One image, as a pack holds it
 
@@ -78,7 +75,7 @@ def read_raster(content: bytes, nodata: float | None = None) -> np.ndarray:
         import rasterio
         from rasterio.io import MemoryFile
     except ImportError:
-        raise ImportError("this raster needs a package: type `pip install rasterio`") from None
+        raise ImportError("a raster needs a package: type `pip install rasterio`") from None
     # From memory, so that GDAL neither lists the folder nor finds other files that belong to it.
     with warnings.catch_warnings(), rasterio.Env(GDAL_ERROR_ON_LIBJPEG_WARNING=True):
         warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
@@ -89,8 +86,7 @@ def read_raster(content: bytes, nodata: float | None = None) -> np.ndarray:
                     pages = sorted(file.subdatasets, key=lambda name: (len(name), name))
                     if not pages:
                         return read_bands([file], nodata)
-                opened = [rasterio.open(page, driver=driver) for page in pages]
-                return read_bands(opened, nodata)
+                return read_bands([rasterio.open(page, driver=driver) for page in pages], nodata)
         except rasterio.errors.RasterioError as error:
             raise data.UnreadableImage(f"GDAL cannot read it: {error}") from None
 
@@ -99,16 +95,10 @@ def read_bands(pages: Sequence[Any], nodata: float | None) -> np.ndarray:
     """Read the bands of open rasters, one after the other."""
     from rasterio.enums import MaskFlags
 
-    shapes = {page.shape for page in pages}
-    if len(shapes) > 1:
-        raise data.UnreadableImage(f"pages of the sizes (H, W) {sorted(shapes)}: give them files")
-    size = sum(
-        page.count * math.prod(page.shape) * np.dtype(page.dtypes[0]).itemsize for page in pages
-    )
-    if size > LARGEST_IMAGE:
-        raise data.UnreadableImage(
-            f"{size / 2**30:.1f} GiB of pixels, more than 4: cut it into tiles"
-        )
+    if len({page.shape for page in pages}) > 1:
+        raise data.UnreadableImage("pages of several sizes: give each size files of its own")
+    if sum(page.count * math.prod(page.shape) for page in pages) > LARGEST_IMAGE:
+        raise data.UnreadableImage("more than a thousand million pixels: cut it into tiles")
     bands = []
     for page in pages:
         pixels = page.read()
@@ -126,15 +116,15 @@ def read_bands(pages: Sequence[Any], nodata: float | None) -> np.ndarray:
 
 def can_hold(dtype: np.dtype, nodata: float | None) -> bool:
     """Tell whether a pixel can be `nodata`; True for None, which stands for a mask."""
-    if nodata is None or dtype.kind == "f":
+    if nodata is None or dtype.kind not in "iu":
         return True
-    limits = np.iinfo(np.uint8 if dtype.kind == "b" else dtype)
+    limits = np.iinfo(dtype)
     return float(nodata).is_integer() and limits.min <= nodata <= limits.max
 
 
 def is_valid(pixels: np.ndarray, nodata: float | None) -> np.ndarray | None:
     """Tell which pixels are not `nodata`, as bool of the same shape; None if it cannot occur."""
-    if nodata is None or pixels.dtype.kind not in "biuf" or not can_hold(pixels.dtype, nodata):
+    if nodata is None or not can_hold(pixels.dtype, nodata):
         return None
     return pixels != nodata
 
@@ -142,10 +132,8 @@ def is_valid(pixels: np.ndarray, nodata: float | None) -> np.ndarray | None:
 def for_training(pixels: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
     """Convert bands (C, H, W) to a dtype of training; those that are not `valid` become NaN."""
     kind = pixels.dtype.kind
-    if kind not in "biuf":
+    if kind not in "iuf":
         raise data.UnreadableImage(f"pixels of {pixels.dtype}: store real numbers")
-    if valid is None and kind == "b":
-        return pixels.astype(np.uint8)
     if valid is None and pixels.dtype.name in data.ARRAY_DTYPES:
         return pixels.astype(pixels.dtype.name, copy=False)  # in this machine's order of bytes
     if kind in "iu" and pixels.dtype.itemsize > 2:
@@ -159,46 +147,34 @@ def for_training(pixels: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
     return pixels
 
 
-def read_image(content: bytes, nodata: float | None = None) -> Image.Image | np.ndarray:
-    """Read a file -> a picture, not decoded, if training takes it as one; else (C, H, W)."""
-    try:
-        image, _ = data.open_image(content)
-    except data.NeedsPackingError:
-        image = read_raster(content, nodata)
-    else:
-        if isinstance(image, np.ndarray):
-            image = read_raster(content, nodata)
-        elif nodata is None or not can_hold(np.dtype(np.uint8), nodata):
-            return image
+def read_image(content: bytes, nodata: float | None = None) -> data.AnyImage:
+    """Read a file -> a picture, not decoded, if training takes it as one; else (C, H, W).
+
+    With `nodata`, all that GDAL reads is an array.
+    """
+    if nodata is None or content[:4] not in DRIVERS:
+        try:
+            image, _ = data.open_image(content)
+        except data.NeedsPackingError:
+            pass
         else:
-            grey = image.mode == "L" and not image.has_transparency_data
-            pixels = np.asarray(data.decode(image))  # (H, W, 3)
-            pixels = np.moveaxis(pixels, 2, 0)[: 1 if grey else 3]
-            image = for_training(pixels, pixels != nodata)
-    data.check_array(image)
-    return image
+            if isinstance(image, Image.Image):
+                return image
+    array = read_raster(content, nodata)
+    data.check_array(array)
+    return array
 
 
 # --- Many images, in several processes
 
 
-class Kind(NamedTuple):
-    """What images must have in common to be trained on together."""
-
-    channels: int
-    dtype: str
-    about: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.channels} channels of {self.dtype}{self.about}"
-
-
-def kind_of(image: Image.Image | np.ndarray, path: str) -> Kind:
-    """Return the kind that an image, not decoded yet, has in training."""
+def describe(image: data.AnyImage, path: str) -> str:
+    """Say of what kind an image is: a user tells masks by it."""
     if isinstance(image, Image.Image):
-        return Kind(3, "uint8", f" ({MODE_NAMES.get(image.mode, image.mode)} pictures)")
-    about = "" if path.endswith(".npy") else ", for training only from a pack"
-    return Kind(len(image), image.dtype.name, about)
+        colours = {"RGB": "colour", "CMYK": "colour", "RGBA": "colour", "P": "palette"}
+        return f"3 channels of uint8 ({colours.get(image.mode, 'grey')} pictures)"
+    packed = "" if path.endswith(".npy") else ", for training only from a pack"
+    return f"{len(image)} channels of {image.dtype}{packed}"
 
 
 @dataclass
@@ -206,14 +182,14 @@ class Report:
     """What was found in some images; `add` joins two reports."""
 
     problems: list[str] = field(default_factory=list)  # a sentence for each unreadable image
-    kinds: Counter[Kind] = field(default_factory=Counter)  # kind -> number of images
-    first: dict[Kind, str] = field(default_factory=dict)  # kind -> path of one image
+    kinds: Counter[str] = field(default_factory=Counter)  # kind -> number of images
+    first: dict[str, str] = field(default_factory=dict)  # kind -> path of one image
     # (channels, dtype) -> (4, C) float64: the number of images, and the sums over them of mean,
     # squared mean and variance, all without pixels that are nodata
     sums: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     members: list[tuple[str, int, int]] = field(default_factory=list)  # of a shard: see write_shard
 
-    def count(self, kind: Kind, path: str) -> None:
+    def count(self, kind: str, path: str) -> None:
         """Count an image that can be read."""
         self.kinds[kind] += 1
         self.first.setdefault(kind, path)
@@ -228,30 +204,23 @@ class Report:
 
     def print_kinds(self) -> None:
         """Print how many images there are of each kind, and what to do if they differ."""
-        several = len(self.kinds) > 1
         for kind, count in self.kinds.most_common():
-            print(f"{count} images: {kind}" + (f", such as {self.first[kind]}" if several else ""))
-        if len({(kind.channels, kind.dtype) for kind in self.kinds}) > 1:
-            print("training takes one kind: choose it by --include PATTERN or --exclude PATTERN")
-        elif several:
-            print("training takes all of these: leave out masks by --include or --exclude PATTERN")
+            print(f"{count} images: {kind}, such as {self.first[kind]}")
+        if len(self.kinds) > 1:
+            advice = "leave out the others, such as masks, by --include or --exclude PATTERN"
+            print(f"training takes one number of channels and one type: {advice}")
 
 
 @contextmanager
-def noting_problems(report: Report, files: data.ImageList, index: int) -> Iterator[None]:
+def noting_problems(report: Report, path: str) -> Iterator[None]:
     """Note that an image cannot be read; pass on errors that are not the file's fault."""
-    path = files.path(index)
     path = path if path.isprintable() else repr(path)
     try:
         yield
     except ImportError as error:
         raise ImportError(f"{path}: {error}") from None
-    except data.UnreadableImage as error:
-        report.problems.append(f"{path}: {error}")
-    except OSError as error:
-        # A file that has vanished: the file system failed, not the image.
-        vanished = isinstance(error, FileNotFoundError) and files.sizes[index] > 0
-        if vanished or not data.is_file_error(error):
+    except (OSError, data.UnreadableImage) as error:
+        if isinstance(error, OSError) and not data.is_file_error(error):
             raise
         report.problems.append(f"{path}: {error}")
 
@@ -259,7 +228,7 @@ def noting_problems(report: Report, files: data.ImageList, index: int) -> Iterat
 def for_each(work: Callable[..., Report], workers: int, *columns: Sequence[Any]) -> Iterator[Any]:
     """Yield the results of work as `map` does, in several processes; with one worker in this one.
 
-    The last column has parts of a list of images. RuntimeError if a worker process dies.
+    The last column has parts of a list of images.
     """
     done = 0
     told = time.monotonic()
@@ -272,9 +241,6 @@ def for_each(work: Callable[..., Report], workers: int, *columns: Sequence[Any])
                 told = time.monotonic()
                 print(f"reading: {done} images")
             yield found
-    except BrokenProcessPool as error:
-        advice = "if host memory ran out, use fewer --workers"
-        raise RuntimeError(f"a process that reads images ended: {advice} ({error})") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -283,51 +249,48 @@ def measure_part(files: data.ImageList) -> Report:
     """Read some images and measure them."""
     report = Report()
     for index in range(len(files)):
-        with noting_problems(report, files, index):
+        path = files.path(index)
+        with noting_problems(report, path):
             image = read_image(files.read(index))
-            kind = kind_of(image, files.path(index))
-            if isinstance(image, np.ndarray):
-                channels = image
-            else:
+            channels: Any = image
+            if isinstance(image, Image.Image):
                 channels = np.moveaxis(np.asarray(data.decode(image)), 2, 0)
-            key = (kind.channels, kind.dtype)
+            key = (len(channels), channels.dtype.name)
             report.sums[key] = report.sums.get(key, 0) + measure_channels(channels)
-            report.count(kind, files.path(index))
+            report.count(describe(image, path), path)
     return report
 
 
 def measure_channels(channels: np.ndarray) -> np.ndarray:
-    """Measure an image (C, H, W) -> (4, C): 1, mean, squared mean, variance; 0 where all is NaN.
-
-    Only every k-th row and column of a large image is measured.
-    """
-    found = []
-    for channel in channels:
-        stride = max(1, math.isqrt(channel.size // LARGE))
-        some = channel[::stride, ::stride]
-        if channel.dtype.kind == "f":
-            some = some[~np.isnan(some)]
+    """Measure (C, H, W) -> (4, C): 1, mean, squared mean, variance; 0 where all is NaN."""
+    found = np.zeros((4, len(channels)))
+    for i, channel in enumerate(channels):
+        some = channel[~np.isnan(channel)] if channel.dtype.kind == "f" else channel
         if some.size:
             mean = some.mean(dtype=np.float64)
-            found.append((1, mean, mean**2, some.var(dtype=np.float64)))
-        else:
-            found.append((0, 0, 0, 0))
-    return np.array(found).T
+            found[:, i] = (1, mean, mean**2, some.var(dtype=np.float64))
+    return found
 
 
 def measure(files: data.ImageList, workers: int) -> Report:
     """Read every image of a list and measure it."""
-    parts = [files.part(first, first + PART) for first in range(0, len(files), PART)]
     report = Report()
-    for found in for_each(measure_part, workers, parts):
+    for found in for_each(measure_part, workers, split(files, np.arange(len(files)) // PART)):
         report.add(found)
     return report
+
+
+def split(files: data.ImageList, parts: np.ndarray) -> list[data.ImageList]:
+    """Split a list where the number of the part (N,) changes."""
+    _, firsts = np.unique(parts, return_index=True)
+    ends = pairwise([*firsts, len(files)])
+    return [replace(files, table=files.table[first:end]) for first, end in ends]
 
 
 def save_stats(files: data.ImageList, report: Report, path: str, bands: Sequence[str] = ()) -> None:
     """Write statistics of the most frequent kind, and names of the bands, for training to find.
 
-    Every image has the same weight, as in training. ValueError if no image can be read.
+    Every image has the same weight. ValueError if no image can be read.
     """
     if not report.sums:
         raise ValueError(f"no image in {files.root} can be read: {report.problems[0]}")
@@ -340,15 +303,9 @@ def save_stats(files: data.ImageList, report: Report, path: str, bands: Sequence
     mean = means / count
     std = np.sqrt(np.maximum((variances + squares) / count - mean**2, 0))
     std[std <= 1e-7 * abs(mean)] = scale  # a constant channel: float32 shows no difference
-    text: dict[str, Any] = {
-        "mean": (mean / scale).tolist(),
-        "std": (std / scale).tolist(),
-        "dtype": dtype,
-        "images": data.fingerprint(files),
-    }
-    if bands:
-        text["bands"] = list(bands)
-    write_atomically(path, json.dumps(text).encode())
+    text = {"mean": (mean / scale).tolist(), "std": (std / scale).tolist(), "dtype": dtype}
+    text |= {"images": data.fingerprint(files)} | ({"bands": bands} if bands else {})
+    Path(path).write_text(json.dumps(text))
     print(f"{path}: {measured} of {len(files)} images, {channels} channels of {dtype}")
 
 
@@ -368,10 +325,8 @@ class SceneList(data.ImageList):
             if not name:
                 raise data.UnreadableImage(f"no file of band {band}")
             path = os.path.join(self.root, os.fsdecode(name))
-            with open(path, "rb") as file:
-                content = file.read()
             try:
-                layer = read_raster(content, nodata)
+                layer = read_raster(Path(path).read_bytes(), nodata)
                 if len(layer) != 1:
                     raise data.UnreadableImage(f"{len(layer)} bands, not 1")
                 first = layers[0] if layers else layer
@@ -407,41 +362,35 @@ def find_scenes(files: data.ImageList, bands: tuple[str, ...]) -> SceneList:
     """
     if files.packed:
         raise ValueError(f"{files.root} is a pack: --stack needs the folder of the band files")
-    scenes: dict[tuple[str, str], list[int]] = {}  # (folder, name) -> the file of each band, or -1
-    others = 0
+    scenes: dict[tuple[str, str], np.ndarray] = {}  # (folder, name) -> the file of each band, or -1
     for index in range(len(files)):
         folder, name = os.path.split(files.name(index))
         stem, _ = os.path.splitext(name)
         band = None if MASK_OF_BAND.match(stem) else find_band(stem, bands)
         if band is None:
-            others += 1
             continue
         parts = [part for part in folder.split("/") if not RESOLUTION_FOLDER.fullmatch(part)]
         scene = ("/".join(parts), stem.removesuffix(band).rstrip("_.-"))
-        rows = scenes.setdefault(scene, [-1] * len(bands))
+        rows = scenes.setdefault(scene, np.full(len(bands), -1))
         number = bands.index(band)
         if rows[number] >= 0:
             both = f"{files.path(rows[number])} and {files.path(index)}"
             advice = "leave one out by --include or --exclude PATTERN"
             raise ValueError(f"two files of band {band} in one scene: {both}: {advice}")
         rows[number] = index
+    found = np.array([*scenes.values()]).reshape(-1, len(bands))  # (scenes, bands)
     for number, band in enumerate(bands):
-        if all(rows[number] < 0 for rows in scenes.values()):
+        if (found[:, number] < 0).all():
             raise ValueError(f"no file of band {band}: no name ends with it, before its ending")
-    if others:
-        print(f"left out, being of no band: {others} files")
-    named = name_scenes(scenes, os.path.basename(os.path.realpath(files.root)))
-    names = sorted(os.fsencode(name) for name in named)
-    all_rows = np.array([named[os.fsdecode(name)] for name in names])  # (scenes, bands)
-    found = files.table[all_rows]
-    found[all_rows < 0] = np.zeros((), found.dtype)
-    longest = max(len(name) for name in names)
-    files_column = ("files", found.dtype["name"], (len(bands),))
-    table = np.zeros(len(names), [("name", f"S{longest}"), ("size", "i8"), files_column])
+    print(f"left out, being of no band: {len(files) - (found >= 0).sum()} files")
+    names = name_scenes([*scenes], os.path.basename(os.path.realpath(files.root)))
+    sources = np.where(found >= 0, files.table["name"][found], b"")
+    columns: Any = [("name", names.dtype), ("size", "i8"), ("files", sources.dtype, (len(bands),))]
+    table = np.zeros(len(names), columns)
     table["name"] = names
-    table["size"] = found["size"].sum(axis=1)
-    table["files"] = found["name"]
-    return SceneList(files.root, table, bands=bands)
+    table["size"] = np.where(found >= 0, files.table["size"][found], 0).sum(axis=1)
+    table["files"] = sources
+    return SceneList(files.root, np.sort(table, order="name"), bands=bands)
 
 
 def find_band(stem: str, bands: Sequence[str]) -> str | None:
@@ -450,45 +399,33 @@ def find_band(stem: str, bands: Sequence[str]) -> str | None:
     return max(ends, key=len, default=None)
 
 
-def name_scenes(scenes: dict[tuple[str, str], list[int]], root: str) -> dict[str, list[int]]:
-    """Name scenes by their folder, if each has one of its own, or by folder and name.
+def name_scenes(scenes: Sequence[tuple[str, str]], root: str) -> np.ndarray:
+    """Name scenes (N,) by their folder, if each has one of its own, or by folder and name.
 
     A scene of neither is called like the root. ValueError if two get one name.
     """
     folders = [folder for folder, _ in scenes]
     if len(set(folders)) == len(scenes) and "" not in folders:
-        return {folder: rows for (folder, _), rows in scenes.items()}
-    named: dict[str, list[int]] = {}
-    for (folder, start), rows in scenes.items():
-        name = os.path.join(folder, start).rstrip("/") or root
-        if name in named:
-            raise ValueError(f"two scenes of the name {name}: pack them one by one, by --include")
-        named[name] = rows
-    return named
+        names = folders
+    else:
+        names = [os.path.join(folder, start).rstrip("/") or root for folder, start in scenes]
+    if len(set(names)) < len(names):
+        raise ValueError("two scenes have the same name: pack them one by one, by --include")
+    return np.array([os.fsencode(name) for name in names])
 
 
 # --- Packing
 
 
-@dataclass(frozen=True)
-class PackOptions:
-    """How images become members of a pack."""
-
-    max_side: int | None = None  # longest side of a picture, in pixels
-    nodata: float | None = None
-    taken: frozenset[str] = frozenset()  # names that no other image may get
-
-
-def encode(
-    image: Image.Image | np.ndarray, content: bytes, max_side: int | None
-) -> tuple[bytes, str]:
+def encode(image: data.AnyImage, content: bytes, max_side: int | None) -> tuple[bytes, str]:
     """Return an image as a pack holds it, and what its name must end with.
 
-    A picture is copied (""), or becomes a JPEG if it is larger than `max_side`; an array becomes a
-    .npy file, unless it is 8-bit RGB, which takes less space as a picture.
+    A picture is copied, its `content` (""), or becomes a JPEG if it is larger than `max_side`; an
+    array becomes a .npy file, unless it is 8-bit RGB, which takes less space as a picture.
     """
+    stream = io.BytesIO()
+    ending = ""
     if isinstance(image, np.ndarray):
-        stream = io.BytesIO()
         if len(image) != 3 or image.dtype != np.uint8 or content.startswith(b"\x93N"):
             np.save(stream, np.ascontiguousarray(image))
             return stream.getvalue(), ".npy"
@@ -496,8 +433,6 @@ def encode(
         image.save(stream, "PNG")
         content = stream.getvalue()
         ending = ".png"
-    else:
-        ending = ""
     if max_side is None or max(image.size) <= max_side:
         return content, ending
     image.draft(None, (2 * max_side, 2 * max_side))  # decode a JPEG no larger than needed
@@ -508,7 +443,9 @@ def encode(
     return smaller.getvalue(), ".jpg"
 
 
-def write_shard(options: PackOptions, path: Path, files: data.ImageList) -> Report:
+def write_shard(
+    max_side: int | None, nodata: float | None, path: Path, files: data.ImageList
+) -> Report:
     """Write a shard of images, a tar file -> a report, with its members: (name, size, start).
 
     An image that cannot be read becomes an empty file: training finds it unreadable again, and all
@@ -519,21 +456,17 @@ def write_shard(options: PackOptions, path: Path, files: data.ImageList) -> Repo
         for index in range(len(files)):
             name = files.name(index)
             content = b""
-            with noting_problems(report, files, index):
+            with noting_problems(report, files.path(index)):
                 if isinstance(files, SceneList):
-                    image: Any = files.read_scene(index, options.nodata)
-                    packed, ending = encode(image, b"\x93N", None)
+                    image: Any = files.read_scene(index, nodata)
+                    content, ending = encode(image, b"\x93N", None)
                 else:
                     source = files.read(index)
-                    image = read_image(source, options.nodata)
-                    packed, ending = encode(image, source, options.max_side)
-                content = packed
-                kind = kind_of(image, ".npy")  # from the pack, training reads all of them
-                report.count(kind, files.path(index))
+                    image = read_image(source, nodata)
+                    content, ending = encode(image, source, max_side)
+                report.count(describe(image, ".npy"), files.path(index))  # training reads all
                 if not name.lower().endswith(ending):
                     name += ending
-                    if name in options.taken:
-                        name += f".packed{ending}"
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
@@ -542,83 +475,63 @@ def write_shard(options: PackOptions, path: Path, files: data.ImageList) -> Repo
     return report
 
 
-def split_into_shards(files: data.ImageList) -> list[data.ImageList]:
-    """Split a list into parts whose files have about SHARD_BYTES together."""
-    ends = np.cumsum(files.sizes)
-    _, firsts = np.unique((ends - 1).clip(0) // SHARD_BYTES, return_index=True)
-    return [files.part(first, last) for first, last in pairwise([*firsts, len(files)])]
-
-
-def pack(
-    source: data.ImageList,
-    target: str,
-    workers: int,
-    options: PackOptions,
-    bands: tuple[str, ...] = (),
-) -> None:
+def pack(files: data.ImageList, args: argparse.Namespace) -> None:
     """Put images into tar shards, in their order, with an index, and measure them if needed.
 
-    With `bands`, the files of a scene's bands become one array. The folder is called
+    With args.stack, the files of a scene's bands become one array. The folder is called
     NAME.unfinished until it is complete. ValueError if the target exists.
     """
-    path = Path(os.path.abspath(target))
+    path = Path(os.path.abspath(args.out))
     if os.path.lexists(path):
-        raise ValueError(f"{target} exists: pack into a new folder")
-    files = find_scenes(source, bands) if bands else source
+        raise ValueError(f"{args.out} exists: pack into a new folder")
+    measured = os.path.exists(data.stats_file(files.root))
+    if args.stack:
+        files = find_scenes(files, args.stack)
     names = {files.name(index) for index in range(len(files))}
-    taken = frozenset(name for name in names if os.path.splitext(name)[0] in names)
+    for name in names:
+        if any(f"{name}.{ending}" in names for ending in ("jpg", "png", "npy")):
+            raise ValueError(f"{name} may be packed under the name of another file: rename it")
     folder = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(folder, ignore_errors=True)  # left by a command that was interrupted
     folder.mkdir(parents=True)
-    parts = split_into_shards(files)
+    parts = split(files, (np.cumsum(files.table["size"]) - 1).clip(0) // SHARD_BYTES)
     shards = [folder / f"shard-{number:06}.tar" for number in range(len(parts))]
     report = Report()
     members = []
-    for found in for_each(
-        partial(write_shard, replace(options, taken=taken)), workers, shards, parts
-    ):
+    write = partial(write_shard, args.max_side, args.nodata)
+    for found in for_each(write, args.workers, shards, parts):
         members.append(found.members)
         report.add(found)
     for problem in report.problems:
         print(problem)
     if not report.kinds:
-        raise ValueError(f"no image in {source.root} can be read")
-    write_index(str(folder), members)
+        raise ValueError(f"no image in {files.root} can be read")
+    write_index(folder / "pack.index", members)
     folder.rename(path)
-    packed = data.scan(target)
-    size = packed.sizes.sum() / 2**30
-    print(f"{target}: {len(packed)} images in {len(shards)} shards, {size:.3f} GiB")
+    packed = data.scan(args.out)
+    size = packed.table["size"].sum() / 2**30
+    print(f"{args.out}: {len(packed)} images in {len(shards)} shards, {size:.3f} GiB")
     report.print_kinds()
     if report.problems:
         print(f"{len(report.problems)} of {len(packed)} images are unreadable: now empty files")
     arrays = np.char.endswith(np.char.lower(packed.table["name"]), b".npy").sum()
-    if 2 * arrays >= len(packed) or os.path.exists(data.stats_file(source.root)):
-        save_stats(packed, measure(packed, workers), data.stats_file(target), bands)
+    if measured or 2 * arrays >= len(packed):
+        report = measure(packed, args.workers)
+        save_stats(packed, report, data.stats_file(args.out), args.stack)
 
 
-def write_index(folder: str, members: Sequence[Sequence[tuple[str, int, int]]]) -> None:
+def write_index(path: Path, members: Sequence[Sequence[tuple[str, int, int]]]) -> None:
     """Write the index of a pack from the members of each shard: the table that data.py reads."""
     names, sizes, starts = zip(*chain.from_iterable(members), strict=True)
-    encoded = [os.fsencode(name) for name in names]
-    longest = max(len(name) for name in encoded)
-    columns = [("name", f"S{longest}"), ("size", "i8"), ("shard", "i4"), ("start", "i8")]
+    encoded = np.array([os.fsencode(name) for name in names])
+    columns = [("name", encoded.dtype), ("size", "i8"), ("shard", "i4"), ("start", "i8")]
     table = np.zeros(len(names), columns)
     table["name"] = encoded
     table["size"] = sizes
     table["shard"] = np.repeat(np.arange(len(members)), [len(some) for some in members])
     table["start"] = starts
-    stream = io.BytesIO()
-    np.save(stream, table)
-    write_atomically(os.path.join(folder, "pack.index"), stream.getvalue())
-
-
-def write_atomically(path: str, content: bytes) -> None:
-    """Write a file that is always as it was or complete, whatever ends this process. OSError."""
-    with open(f"{path}.unfinished", "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.unfinished", path)
+    with open(path, "wb") as file:
+        np.save(file, table)
 
 
 # --- The command line
@@ -680,24 +593,22 @@ def run_command(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.dir):
         raise ValueError(f"there is no folder {args.dir}: give DIR the folder of images")
     files = data.scan(args.dir, args.include, args.exclude)
-    if files.left_out:
-        print(f"{args.dir}: {len(files)} images; left out {files.left_out}")
+    print(f"{args.dir}: {len(files)} images; left out {files.left_out} other files")
     if args.command == "pack":
-        pack(files, args.out, args.workers, PackOptions(args.max_side, args.nodata), args.stack)
+        pack(files, args)
         return 0
     if args.command == "stats":
         path = args.stats or data.stats_file(args.dir)
         if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             advice = "give --stats FILE elsewhere, here and to training"
             raise OSError(f"{path} cannot be written: {advice}")
-        report = measure(files, args.workers)
-        report.print_kinds()
+    report = measure(files, args.workers)
+    report.print_kinds()
+    if args.command == "stats":
         save_stats(files, report, path)
         return 0
-    report = measure(files, args.workers)
     for problem in report.problems:
         print(problem)
-    report.print_kinds()
     bad = len(report.problems)
     print(f"{bad} of {len(files)} images cannot be read")
     if bad > MAX_BAD * len(files):

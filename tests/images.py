@@ -48,7 +48,7 @@ def dataset_of(files, img_size, patches, seed, global_batch, **options):
 
 def sample_at(dataset, position):
     """Read the sample at a position of the stream."""
-    image, noise, image_ids, bad = dataset[position, dataset.order.image_at(position)]
+    image, noise, image_ids, bad = dataset[position]
     return Sample(image, noise, image_ids[0], bad)
 
 
@@ -66,7 +66,7 @@ def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **option
         assert len(places) == len(batches) == len(steps) * accum
         for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
             samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)
-            for (position, _), image, noise, image_id in samples:
+            for position, image, noise, image_id in samples:
                 order = tuple(noise.argsort().tolist())
                 pixels = zlib.crc32(image.numpy())
                 path = files.path(image_id)

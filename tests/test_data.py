@@ -53,7 +53,7 @@ def test_scan_lists_every_visible_image(tmp_path):
     tree |= {f"e/1.{e}" for e in ("JPG", "jpeg", "png", "Tif", "tiff", "bmp", "webp", "npy", "jp2")}
     others = ["c/.hidden.jpg", ".cache/1.jpg", "c/.x/1.jpg", "c/a.txt", "c/jpg", "c/a.jpg.part"]
     assert listed(tmp_path, *tree, *others) == tree
-    assert data.scan(str(tmp_path)).left_out.count("1 with the extension") == 3
+    assert data.scan(str(tmp_path)).left_out == 3
     assert listed(tmp_path, include=["e", "z/*"], exclude=["*.[pb]*"]) == {
         name for name in tree if name[0] in "ez" and name[-3:] not in ("png", "bmp")
     }
@@ -73,7 +73,7 @@ def test_scan_follows_links_and_lists_no_folder_twice(tmp_path):
     for here, there in (("a", "b"), ("b", "a")):
         (root / here / f"to_{there}").symlink_to(f"../{there}")
     own = {*(f"a/{i}.jpg" for i in range(3)), "a/to_b/1.jpg"}  # which comes first
-    assert listed(root) == own | {"lake/1.jpg"}
+    assert listed(root) == own | {"a/around/elsewhere/1.jpg"}
 
 
 def test_a_million_names_take_at_most_100_mb_and_are_there_in_seconds(tmp_path):
@@ -145,9 +145,8 @@ def test_a_whole_webp_may_end_in_zeros():
 
 def test_positions_by_hand():
     """Two steps of 12, rank 1 of 3 in runs of 2: 12 13 | 14 15 | 16 17, then 18 19 | 20 21 | ..."""
-    sampler = data.RankBatchSampler(data.ImageOrder(100, 12, 0), 12, 2, 1, 3, range(1, 3))
-    found = [[position for position, _ in batch] for batch in sampler]
-    assert found == [[14, 15], [20, 21], [26, 27], [32, 33]]
+    sampler = data.RankBatchSampler(12, 2, 1, 3, range(1, 3))
+    assert list(sampler) == [[14, 15], [20, 21], [26, 27], [32, 33]]
     assert [data.steps_per_epoch(192, g) for g in (1, 40, 48, 97, 192)] == [192, 4, 4, 1, 1]
     with pytest.raises(ValueError, match=r"^global batch 193 exceeds the data set of 192 images"):
         stream(tiles(), global_batch=193, steps=range(1))
