@@ -4,8 +4,7 @@ The order of images follows from (seed, epoch); the crop, flip and masking noise
 (seed, position), its number in the whole job. So nobody keeps any state: with one global batch,
 any number of ranks and workers gives the same samples, and a run goes on from any step.
 Copy this one file: `for batch in build_loader(scan("tiles"), img_size=96, ...)` needs nothing else.
-Shapes: N images of a data set, B of a micro-batch (the images of one rank in one accumulation
-step), C channels, H x W pixels, L patches of an image.
+Shapes: N images, B of a micro-batch (of one rank), C channels, H x W pixels, L patches of an image.
 """
 
 import atexit
@@ -494,7 +493,6 @@ def end_with_parent(worker: int = 0) -> None:
 
 
 # --- One image: from a file or array to pixels
-#
 # A tree holds pictures that Pillow shows completely as 8-bit RGB, and .npy files (C, H, W). Any
 # other raster (more bands, bits or pages, JPEG 2000) is refused: `prepare.py pack` makes arrays.
 
@@ -516,6 +514,8 @@ def is_file_error(error: OSError) -> bool:
 @contextmanager
 def reading() -> Iterator[None]:
     """Turn what Pillow and numpy raise into UnreadableImage: put only calls of theirs inside."""
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = 2**29  # for large scenes; Pillow refuses twice as many
     try:
         yield
     except UnidentifiedImageError:
@@ -526,6 +526,8 @@ def reading() -> Iterator[None]:
         if isinstance(error, OSError) and not is_file_error(error):
             raise
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def open_image(
@@ -536,13 +538,11 @@ def open_image(
     NaN in an array means nodata, which `stats` replaces by the channel's mean. UnreadableImage if
     the image is damaged, or unlike `stats`; NeedsPackingError if it must be packed first.
     """
-    image: Any
-    if not isinstance(content, bytes):
-        image = content
-    elif content.startswith(b"\x93NUMPY"):
+    image: Any = content
+    if isinstance(content, bytes) and content.startswith(b"\x93NUMPY"):
         with reading():
             image = np.load(io.BytesIO(content), allow_pickle=False)
-    else:
+    elif isinstance(content, bytes):
         image = open_picture(content)
     channels = 3
     dtype = "uint8"

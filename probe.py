@@ -432,7 +432,7 @@ def reconstruct(args: argparse.Namespace) -> None:
     )
     count = min(args.images, len(files))  # evenly over the list
     chosen = [len(files) * i // count for i in range(count)]
-    batch = data.collate([images[index, index] for index in chosen])
+    batch = data.collate([images[index] for index in chosen])
     for index, reason in batch.bad:
         print(f"warning: {files.path(index)} is left out, another in its place: {reason}")
     pixels = batch.image  # (B, C, H, W)
