@@ -113,13 +113,14 @@ class Ending(NamedTuple):
 
 def cause_of(error: Exception) -> str:
     """Return the last line of an error: it names the cause, even that of a loader's worker."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return lines[-1]
 
 
 def fail(error: Exception, ranks: Any, log: Any) -> None:
     """Say what has failed on this rank alone; end the process if there are other ranks."""
-    if limit.left <= 0:  # it has spoken, and ends this process
-        time.sleep(60)
+    if limit.left <= 0:
+        time.sleep(60)  # it has spoken, and ends this process
     what = "lost the connection to another rank"
     if not isinstance(error, dist.DistError) and "third_party/gloo" not in str(error):
         what = "failed"
@@ -127,7 +128,7 @@ def fail(error: Exception, ranks: Any, log: Any) -> None:
     problem = f"rank {ranks.rank} on {platform.node()} {what}: {cause_of(error)}"
     print(f"train_fsdp.py: error: {problem}", file=sys.stderr, flush=True)
     if log:
-        log.write("end", reason="failed", problem=problem)
+        log.write("end", {"reason": "failed", "problem": problem})
     if ranks.world_size > 1:  # then their collectives fail, or their time limit ends them
         os._exit(1)
 
@@ -164,17 +165,18 @@ def lock_folder(out: str) -> TextIO:
     except OSError as error:
         raise ValueError(f"{error}: give --out a folder that can be written") from None
     # a file system notices late that a node is lost
-    deadline = time.monotonic() + (REQUEUE_WAIT if restarted() else 0)
+    seconds = REQUEUE_WAIT if restarted() else 0
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if time.monotonic() >= deadline:
+            if seconds <= 0:
                 other = f"another run ({Path(out, '.lock').read_text()})"
                 advice = "wait for it, stop it, or give another --out"
                 raise ValueError(f"{out} is in use by {other}: {advice}") from None
-            time.sleep(1)
+        seconds -= 1
+        time.sleep(1)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()
@@ -226,7 +228,7 @@ class TimeLimit:
         if self.rank == 0:
             print(f"train_fsdp.py: error: {problem}", file=sys.stderr, flush=True)
         if self.log:
-            self.log.write("end", reason="failed", problem=problem)
+            self.log.write("end", {"reason": "failed", "problem": problem})
         time.sleep(3)  # launchers kill all ranks when one exits: let them write their stacks
         os._exit(1)
 
@@ -368,15 +370,16 @@ class Log:
             with suppress(OSError):  # a full disk, or a reader that is gone
                 print(*lines, sep="\n", flush=True)
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, values: dict[str, Any]) -> None:
         """Add a line to log.jsonl; a full disk costs the line, not the run."""
         if self.file is None:
             return
+        record = {"event": event} | values
         for key, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
-                values[key] = None  # JSON has no NaN
+                record[key] = None  # JSON has no NaN
         try:
-            self.file.write(json.dumps({"event": event} | values) + "\n")
+            self.file.write(json.dumps(record) + "\n")
             self.file.flush()
             if self.args.tensorboard and "step" in values:
                 self._write_tensorboard(event, values)
@@ -415,55 +418,52 @@ class Log:
         self.begin = done
         self.begun = now
         self.waited_before = self.waited
+        values = {
+            "step": done,
+            "epoch": result.step // args.epoch_steps,
+            "loss": result.loss,
+            "grad_norm": result.norm,
+            "lr": lr,
+            "step_seconds": seconds,
+            "data_seconds": waited,
+            "images_per_second": rate,
+            "images_per_second_per_rank": rate / args.world_size,
+            "tflops_per_rank": rate / args.world_size * args.flops_per_image / 1e12,
+        }
+        text = f"loss {result.loss:7.4f}  norm {result.norm:8.3f}  lr {lr:.2e}  "
+        if not trained:
+            values |= {"loss": None, "grad_norm": None, "lr": 0.0, "tflops_per_rank": None}
+            text = ""
         memory = memory_of(self.device)
-        self.write(
-            "step",
-            step=done,
-            epoch=result.step // args.epoch_steps,
-            loss=result.loss if trained else None,
-            grad_norm=result.norm if trained else None,
-            lr=lr if trained else 0.0,
-            step_seconds=seconds,
-            data_seconds=waited,
-            images_per_second=rate,
-            images_per_second_per_rank=rate / args.world_size,
-            tflops_per_rank=rate / args.world_size * args.flops_per_image / 1e12
-            if trained
-            else None,
-            **memory,
-        )
-        text = f"step {done:{len(str(args.steps))}}/{args.steps}  "
-        if trained:
-            text += f"loss {result.loss:7.4f}  norm {result.norm:8.3f}  lr {lr:.2e}  "
+        self.write("step", values | memory)
         text += f"{rate:8.1f} img/s  "
         if memory["peak_allocated_gib"] is not None:
             text += f"{memory['peak_allocated_gib']:6.2f} GiB  "
         left = timedelta(seconds=round(seconds * (args.steps - done)))
-        self.say(f"{text}data wait {1e3 * waited:7.1f} ms {waited / seconds:4.0%}  ETA {left}")
+        text += f"data wait {1e3 * waited:7.1f} ms {waited / seconds:4.0%}  ETA {left}"
+        self.say(f"step {done:{len(str(args.steps))}}/{args.steps}  {text}")
 
     def list_bad_images(self) -> str | None:
         """List the new ones of all ranks; return an error message if too many. Collective."""
-        found = {row[0]: row for row in chain.from_iterable(gather(self.bad_images))}
+        new = []
+        for row in chain.from_iterable(gather(self.bad_images)):
+            if row[0] not in self.known_bad:
+                self.known_bad.add(row[0])
+                new.append(row)
         self.bad_images = []
-        new = [row for path, row in found.items() if path not in self.known_bad]
-        self.known_bad |= found.keys()
         if new and self.rank == 0:
-            path, reason, _ = new[0]
-            self.say(f"warning: replaced {len(new)} unreadable images, such as {path} ({reason})")
-            with (
-                refusing(),
-                open(
-                    Path(self.args.out, "bad_images.csv"),
-                    "a",
-                    newline="",
-                    encoding="utf-8",
-                    errors="surrogateescape",  # a path may have any bytes
-                ) as file,
-            ):
-                table = csv.writer(file)
-                if file.tell() == 0:
-                    table.writerow(["path", "reason", "step"])
-                table.writerows(new)
+            path = Path(self.args.out, "bad_images.csv")
+            example, reason, _ = new[0]
+            what = f"{len(new)} unreadable images, such as {example} ({reason})"
+            self.say(f"warning: replaced {what}")
+            try:
+                with path.open("a", -1, "utf-8", "surrogateescape", "") as file:  # any bytes
+                    table = csv.writer(file)
+                    if file.tell() == 0:
+                        table.writerow(["path", "reason", "step"])
+                    table.writerows(new)
+            except OSError as error:
+                self.say(f"warning: {error}")
         share = self.args.max_bad
         bad = len(self.known_bad)
         if bad <= share * self.args.images or (share and bad <= FEW_BAD):
@@ -491,7 +491,7 @@ class Log:
                 f"zero gives {to_beat['loss_of_zero']:.4f}, the mean colour of the visible patches "
                 f"{to_beat['loss_of_mean_colour']:.4f}"
             )
-        self.write("end", **values)
+        self.write("end", values)
         speed = f" {rate:.1f} img/s," if rate else ""
         self.say(
             f"{ending.reason}: {ending.steps - self.first} steps in {seconds:.1f} s,{speed} "
@@ -527,7 +527,7 @@ def describe(args: argparse.Namespace, log: Log, begin: int) -> None:
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
     follows = {"peak_lr": args.lr, "device": device, "mesh": mesh, "versions": versions}
-    log.write("start", **record(args) | follows, begin=begin)
+    log.write("start", record(args) | follows | {"begin": begin})
 
 
 def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
@@ -542,7 +542,7 @@ def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
         key = "self_cpu_time_total" if log.device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=20)
         (folder / "rank_00000.txt").write_text(table)
-        log.write("profile", first_step=begin + 6)
+        log.write("profile", {"first_step": begin + 6})
         log.say(f"profile in {folder}: open the trace in https://ui.perfetto.dev")
 
     plan = torch.profiler.schedule(wait=4, warmup=1, active=args.profile, repeat=1)
@@ -602,13 +602,9 @@ class Checkpoints:
         when = args.save_every if args.run_mode == "real" else "none"
         self.steps, self.seconds = save_interval(when)
 
-    def due_after(self, step: int) -> bool:
-        """Tell whether to save after so many steps."""
-        return self.steps is not None and step % self.steps == 0
-
     def due_by_clock(self) -> bool:
         """Tell whether to save by this rank's clock; the guard has all ranks agree on the step."""
-        return self.seconds is not None and time.monotonic() - self.saved_at > self.seconds
+        return time.monotonic() - self.saved_at > self.seconds
 
     def save(self, step: int, final: bool = False) -> str | None:
         """Save after so many steps; return why the run cannot go on, if so. Collective.
@@ -617,19 +613,18 @@ class Checkpoints:
         place in the data: both follow from the step. A failed save is only warned of, unless it
         is the second in a row, or `final`.
         """
-        if step == self.saved or (self.steps is None and self.seconds is None):
+        if step == self.saved or self.steps == self.seconds:  # never
             return None
         limit.arm(LONG)
         start = time.monotonic()
-        training = self.training
-        scale = training.scaler.state_dict() if training.scaler else None
-        state = {"flags": record(self.args), "scaler": scale, "launcher": launcher()}
-        model = training.model
+        model = self.training.model
+        optimizer = self.training.optimizer
+        scaler = self.training.scaler
+        state: dict[str, Any] = {"flags": record(self.args), "launcher": launcher()}
+        state["scaler"] = scaler.state_dict() if scaler else None
         try:
             with self.log.paused():
-                checkpoint.save(
-                    self.args.out, step, model, training.optimizer, state, keep=self.args.keep
-                )
+                checkpoint.save(self.args.out, step, model, optimizer, state, keep=self.args.keep)
         except OSError as error:
             self.failures += 1
             problem = f"step {step} was not saved: {error}"
@@ -639,7 +634,7 @@ class Checkpoints:
         else:
             self.failures = 0
             self.saved = step
-            self.log.write("save", step=step, seconds=time.monotonic() - start)
+            self.log.write("save", {"step": step, "seconds": time.monotonic() - start})
         self.saved_at = time.monotonic()
         return None
 
@@ -703,15 +698,15 @@ class Checkpoints:
         return f"saved {self.args.out}/step_{self.saved:08d}"
 
 
-def save_interval(text: str) -> tuple[int | None, float | None]:
-    """Parse --save-every into (steps, seconds), at most one of which is not None; ValueError."""
+def save_interval(text: str) -> tuple[float, float]:
+    """Parse --save-every into (steps, seconds); infinity for what was not given; ValueError."""
     with suppress(ValueError):
         if text == "none":
-            return None, None
+            return math.inf, math.inf
         if text.endswith("m") and 0 < float(text[:-1]) < math.inf:
-            return None, 60 * float(text[:-1])
+            return math.inf, 60 * float(text[:-1])
         if int(text) > 0:
-            return int(text), None
+            return int(text), math.inf
     raise ValueError(f"--save-every takes steps (500), minutes (30m) or none, not {text}")
 
 
@@ -746,7 +741,7 @@ def evaluate(
     is sharded. The numbers are the same for any mode and any number of ranks: of each image the
     centre is cut out, and its mask depends only on its index.
     """
-    steps = range(math.ceil(len(files) / args.global_batch))
+    steps = range(math.ceil(len(files) / args.global_batch))  # the last one may be incomplete
     batches = iter(open_loader(args, files, log, steps, augment=False))
     pixels = torch.zeros(args.batch, args.channels, args.img_size, args.img_size)
     noise = torch.zeros(args.batch, args.patches)
@@ -777,7 +772,7 @@ def evaluate(
         return
     loss, zero, colour = (total / count for total in totals)
     values = {"eval_loss": loss, "loss_of_zero": zero, "loss_of_mean_colour": colour}
-    log.write("eval", step=step, images=int(count), **values)
+    log.write("eval", {"step": step, "images": int(count)} | values)
     log.say(
         f"evaluation: loss {loss:.4f} (predicting zero {zero:.4f}, the mean colour of the visible "
         f"patches {colour:.4f}) over {count:.0f} of {len(files)} images"

@@ -118,8 +118,7 @@ def build_parser(prog: str = "train_fsdp.py", doc: str = __doc__) -> Parser:
     switch = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("model").add_argument
-    sizes = ", ".join(vit.MODELS)
-    add("--model", default="base", help=f"* {sizes}; or base:depth=6,mlp_width=512")
+    add("--model", default="base", help=f"* {', '.join(vit.MODELS)}; or base:depth=6,mlp_width=512")
     add("--img-size", type=count, default=224, help="* side of an image in pixels")
     add("--channels", type=count, default=3, help="* of an image (not 3: .npy, TIFF in packs)")
     add("--mask-ratio", type=amount, default=0.75, help="* fraction of patches masked")
@@ -131,8 +130,7 @@ def build_parser(prog: str = "train_fsdp.py", doc: str = __doc__) -> Parser:
     add("--fsdp", type=int, choices=(1, 2), help="2: fully_shard (default); 1: FSDP1")
     add("--wrap", choices=("block", "root"), help="FSDP: the unit (default block)")
     prefetches = ("none", "backward_pre", "backward_post")
-    when = "when backward gathers the next unit (default backward_pre)"
-    add("--prefetch", choices=prefetches, help=when)
+    add("--prefetch", choices=prefetches, help="when backward gathers (default backward_pre)")
     add("--forward-prefetch", action="store_true", help="all-gather the next unit in forward too")
     add("--limit-all-gathers", action=switch, help="FSDP1: few at a time (default)")
     add("--cpu-offload", action="store_true", help="FSDP2: parameters and AdamW on the host")
@@ -142,23 +140,20 @@ def build_parser(prog: str = "train_fsdp.py", doc: str = __doc__) -> Parser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: ROCm too")
     add("--precision", choices=DTYPES, help="* default: bf16 on a GPU, fp32 on a CPU")
     add("--reduce-dtype", choices=DTYPES, default="fp32", help="* of gradients over ranks")
-    recompute = "activation checkpointing: recompute norms and GELU, or whole blocks"
-    add("--ac", choices=("none", "selective", "full"), default="none", help=recompute)
+    recomputed = ("none", "selective", "full")
+    add("--ac", choices=recomputed, default="none", help="recompute norms and GELU, or blocks")
     add("--compile", action="store_true", help="torch.compile every block")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", type=path, default="synthetic", help="folder of images, or a pack")
     add("--stats", type=path, help="statistics of --data, a file of prepare.py stats")
     add("--eval-data", type=path, help="folder of held-out images: their loss at each save")
-    chosen = "* only images whose name or folder matches"
-    add("--include", action="append", metavar="PATTERN", help=chosen)
-    left_out = "* no images whose name or folder matches, such as masks"
-    add("--exclude", action="append", metavar="PATTERN", help=left_out)
-    modes = "real: train; syn: the same batch each step, not saved; io: loader and copy only"
-    add("--run-mode", "--run", choices=("real", "syn", "io"), default="real", help=modes)
+    add("--include", action="append", metavar="PATTERN", help="* only of such a name or folder")
+    add("--exclude", action="append", metavar="PATTERN", help="* none of such a name or folder")
+    what = "real: train; syn: the same batch each step, not saved; io: loader and copy only"
+    add("--run-mode", "--run", choices=("real", "syn", "io"), default="real", help=what)
     add("--workers", type=natural, help="loader processes per rank (default cores - 1, up to 16)")
-    share = "share of unreadable images that ends the run"
-    add("--max-bad", type=number(0, 1), default=0.01, help=share)
+    add("--max-bad", type=number(0, 1), default=0.01, help="largest share of unreadable images")
     add("--exact-decode", action="store_true", help="* decode JPEGs at full size (slower)")
 
     group = parser.add_argument_group("optimisation")
@@ -183,16 +178,12 @@ def build_parser(prog: str = "train_fsdp.py", doc: str = __doc__) -> Parser:
     add("--out", type=path, default="out", help="log and checkpoints go here")
     add("--log-every", type=count, default=10, help="steps between two log lines")
     add("--tensorboard", action="store_true", help="write the log's numbers to OUT/tensorboard too")
-    saves = "steps (500), minutes (30m) or none; the last step is saved too"
-    add("--save-every", default="30m", metavar="WHEN", help=saves)
+    add("--save-every", default="30m", metavar="WHEN", help="steps (500), minutes (30m) or none")
     add("--keep", type=count, default=2, help="newest checkpoints to keep")
-    begins = "auto: the newest complete checkpoint in OUT; none; or a path"
-    add("--resume", type=path, default="auto", help=begins)
+    add("--resume", type=path, default="auto", help="auto: the newest in OUT; none; or a path")
     add("--allow-changes", action="store_true", help="resume although flags marked * differ")
-    limit = "seconds without progress of a rank after which the run ends"
-    add("--timeout", type=count, default=300, help=limit)
-    traced = "steps to profile (3), into OUT/profile"
-    add("--profile", type=count, nargs="?", const=3, metavar="STEPS", help=traced)
+    add("--timeout", type=count, default=300, help="seconds without progress that end the run")
+    add("--profile", type=count, nargs="?", const=3, metavar="STEPS", help="into OUT/profile (3)")
     return parser
 
 
@@ -224,14 +215,17 @@ def complete(args: argparse.Namespace, world_size: int, node_ranks: int, device_
     """
     complete_sharding(args, world_size, node_ranks, device_type)
     share = world_size * args.accum
+    if args.batch is None:
+        args.batch = 32
     if args.global_batch is None:
-        args.global_batch = share * (args.batch or 32)
+        args.global_batch = share * args.batch
     if args.global_batch % share:
         parts = f"{world_size} ranks x {args.accum} accumulation steps"
         raise ValueError(f"--global-batch {args.global_batch} is not a multiple of {parts}")
     args.batch = args.global_batch // share
     if args.lr is None:
-        args.blr = args.blr or BLR
+        if args.blr is None:
+            args.blr = BLR
         args.lr = args.blr * args.global_batch / 256  # as in MAE's recipe
     config = model_config(args)
     args.patches = vit.patch_count(config, args.img_size)
@@ -599,7 +593,7 @@ def train(
         if profile:
             profile.step()
         # log: a GPU's results are read one step late, without waiting, but for a stop or a save
-        save = last or checkpoints.due_after(done)
+        save = last or done % checkpoints.steps == 0
         stop = False
         problem = None
         for result in guard.results(wait=save):
@@ -639,7 +633,7 @@ def end_early(
     else:
         reason = "nan"
         what = "gradient norm" if math.isfinite(result.loss) else "loss"
-        log.write("skip", step=result.step + 1, what=what)
+        log.write("skip", {"step": result.step + 1, "what": what})
         advice = "lower --blr (or --lr) or add --clip 1, with --allow-changes"
         problem = f"the {what} is not finite at step {result.step + 1}: {advice}"
     failed = checkpoints.save(result.step, final=True)

@@ -1,5 +1,6 @@
 """What is mistyped on a command line: one sentence and status 2, before anything starts."""
 
+import math
 import os
 from unittest.mock import patch
 
@@ -89,7 +90,8 @@ def test_a_command_that_does_not_fit_its_images(line, tmp_path, capsys):
 
 def test_when_to_save():
     read = run.save_interval
-    assert (read("500"), read("0.5m"), read("none")) == ((500, None), (None, 30), (None, None))
+    assert (read("500"), read("0.5m")) == ((500, math.inf), (math.inf, 30))
+    assert read("none") == (math.inf, math.inf)
     for text in ("0", "0m", "nanm", "1.5", ""):
         with pytest.raises(ValueError, match="--save-every takes steps"):
             read(text)

@@ -59,8 +59,10 @@ def wait_for(file: Path, text: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["imports", "training"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGUSR1, "imports"), (signal.SIGTERM, "training"), (signal.SIGINT, "training")],
+)
 def test_a_signal_saves_and_ends_a_run(number, moment, tmp_path):
     """Also one that comes while Python still imports torch, which takes seconds."""
     run = start(tmp_path, "--steps", "100000", "--workers", "1")

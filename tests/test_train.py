@@ -1,11 +1,14 @@
 """train_fsdp.py: its flags and their errors, its log, its decisions, its runs on several ranks."""
 
 import gc
+import gzip
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from ranks import (
@@ -16,13 +19,17 @@ from ranks import (
     environment,
     free_port,
     read_log,
+    read_records,
     run_ranks,
     status_of,
 )
 
+import checkpoint
+import plan
 import run
 import shard
 import train_fsdp
+import vit
 
 SMALL = [*TINY_ARGV, "--save-every", "none"]
 STEP_KEYS = shlex.split(
@@ -159,6 +166,51 @@ def test_run_syn_keeps_one_batch_and_saves_nothing(tmp_path, monkeypatch):
     assert train_fsdp.main(argv) == 0
     assert len(seen) == 3 and len({*seen}) == 1
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "log.jsonl"}
+
+
+def test_a_profile_of_some_steps(tmp_path):
+    argv = [*SMALL, "--batch", "2", "--steps", "7", "--profile", "2", "--out", str(tmp_path)]
+    assert train_fsdp.main(argv) == 0
+    found = read_records(tmp_path / "log.jsonl", "profile")
+    assert found == [{"event": "profile", "first_step": 6}]
+    trace, table = (tmp_path / "profile" / f"rank_00000.{end}" for end in ("json.gz", "txt"))
+    with gzip.open(trace) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if "dur" in event]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert "aten::mm " in table.read_text()
+
+
+def test_tensorboard_reads_what_the_log_says(tmp_path):
+    """Of a run that was resumed in its middle too, whose last step is made twice."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    argv = [*TINY_ARGV, "--tensorboard", "--data", TILES, "--out", str(tmp_path)]
+    argv += shlex.split("--batch 4 --steps 3 --log-every 1 --save-every 2")
+    assert train_fsdp.main(argv) == 0
+    shutil.rmtree(tmp_path / "step_00000003")
+    assert train_fsdp.main(argv) == 0
+    steps = {r["step"]: r for r in read_records(tmp_path / "log.jsonl", "step")}  # the last counts
+    read = reader.EventAccumulator(str(tmp_path / "tensorboard" / "real"), {"scalars": 0})
+    read.Reload()
+    for key in ("loss", "grad_norm", "lr", "images_per_second"):
+        curve = [(e.step, e.value) for e in read.Scalars(f"step/{key}")]
+        assert curve == [(step, float(np.float32(steps[step][key]))) for step in (1, 2, 3)]
+
+
+def test_a_size_of_ones_own_is_trained_saved_and_planned(tmp_path, capsys):
+    size = "tiny:depth=2,width=96,mlp_width=100,heads=4,gated_mlp=1"
+    model = vit.ViTMAE(vit.ViTConfig(96, 2, 100, 4, 8, True, 3, 128, 2, 4), 32)
+    argv = [*TINY_ARGV, "--model", size, "--batch", "2"]
+    more = ["--mode", "full_shard", "--steps", "1", "--out", str(tmp_path)]
+    assert train_fsdp.main([*argv, *more]) == 0
+    weights, _ = checkpoint.read_weights(tmp_path)
+    assert {n: t.shape for n, t in weights.items()} == {
+        n: t.shape for n, t in model.state_dict().items()
+    }
+    capsys.readouterr()
+    assert plan.main([*argv, "--world-size", "2", "--json"]) == 0
+    count = sum(p.numel() for p in model.parameters())
+    start, _, _ = read_log(tmp_path / "log.jsonl")
+    assert json.loads(capsys.readouterr().out)["params"] == start["params"] == count
 
 
 # --- several ranks
