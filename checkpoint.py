@@ -4,8 +4,8 @@ PyTorch's distributed checkpointing (DCP) writes and reads the tensors. Added he
 run needs: of what several ranks hold each writes a share, a name appears once all is on the disk,
 every byte is checked before the model is touched, and no code is run from a file.
 
-    step_00000100/checkpoint.json    the manifest: step, run_state, settings of the optimizers, size
-                                     and CRC-32 of all other files, its own checksum
+    step_00000100/checkpoint.json    step, run_state, settings of the optimizers, size and CRC-32 of
+                                     all other files, its own checksum
                   .metadata          DCP's index: which tensor is where
                   __R_0.distcp       what rank R wrote
 
@@ -46,10 +46,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# Private names of PyTorch. Parameters have these names in its get_model_state_dict; ...
+# Private: no public function gives the names of get_model_state_dict to parameters.
 original_names = by_name._get_fqns
-# ... this attribute tells a part of a model that FSDP1 has flattened, as `model.module`.
-FLATTENED = "_fsdp_flattened"
 
 T = TypeVar("T")
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -84,24 +82,19 @@ def save(
     what JSON holds, such as a scheduler's state_dict(); it and all buffers are saved from rank 0.
     On all ranks, ValueError for what could not be restored, OSError for a save that failed.
     """
-    if step < 0 or keep == 0:  # it would not be found, or be removed at once
-        raise ValueError("give step 0 or more, keep 1 or more")
     out = Path(out)
     new = out / f".step_{step:08d}.writing"
     on_rank0(partial(_remove_leftovers, out))  # of a killed run
     state = _TrainingState(model, optimizer)
-    tensors = state.collect()
-    run_state = on_all_ranks(partial(_as_json, {} if run_state is None else run_state))
+    run_state = on_all_ranks(partial(_as_json, run_state if run_state else {}))
     manifest = {"step": step, "run_state": run_state, "groups": state.groups}
-    shared = [(name, tensors[name].shape) for name in sorted(tensors.keys() - state.of_one)]
-    writer = _Writer(new)
-    planner = _SharePlanner(flatten_state_dict=False)
-    planner.of_one = state.of_one
-    planner.parameters = {f"model.{name}" for name in state.names.values()}
+    tensors = state.own_share()
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=planner)
-        parts = _gather((zlib.crc32(repr((shared, state.groups)).encode()), writer.files))
-        on_rank0(partial(_complete, new, manifest, keep, parts))
+        dcp.save(tensors, storage_writer=_Writer(new), planner=planner)
+        written = new.glob(f"__{_rank_and_ranks()[0]}_*")
+        own = on_all_ranks(lambda: {path.name: _size_and_crc(path) for path in written})
+        on_rank0(partial(_complete, new, manifest, keep, _gather(own)))
     except dcp.CheckpointException as failed:  # which is no Exception, and has many lines
         rank, (error, _) = min(failed.failures.items())
         raise OSError(f"{error} (rank {rank})") from failed
@@ -110,20 +103,29 @@ def save(
     return out / f"step_{step:08d}"
 
 
-def _complete(
-    new: Path, manifest: dict[str, Any], keep: int | None, parts: list[tuple[int, dict]]
-) -> None:
+class _Writer(dcp.FileSystemWriter):
+    """Write as DCP does, but tell the cause of a failure, and no temporary path."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        """Write this rank's items; of an error only a sentence is sent to the other ranks."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause = error.__context__ or error  # torch.save raises again on closing
+            raise OSError(f"{type(cause).__name__}: {cause}") from error
+
+    def storage_meta(self) -> None:
+        """Keep the path out of the index."""
+
+
+def _complete(new: Path, manifest: dict[str, Any], keep: int | None, written: list[dict]) -> None:
     """Write the manifest, give the folder its name, rename those not to keep."""
-    if len({checksum for checksum, _ in parts}) > 1:
-        raise ValueError(
-            "states or settings of the optimizers differ between ranks, and a load would give all "
-            "of them the same: keep them equal, or use ZeRO-1 or FSDP2"
-        )
     files = {INDEX: _size_and_crc(new / INDEX)}
-    for _, files_of_rank in parts:
-        files.update(files_of_rank)
+    for of_rank in written:
+        files |= of_rank
+    sizes = {path.name: path.stat().st_size for path in new.iterdir()}
     for name, (size, _) in files.items():
-        if not (new / name).is_file() or (new / name).stat().st_size != size:
+        if sizes.get(name) != size:
             where = f"rank 0 does not see all of {new / name}, which another rank wrote"
             raise OSError(f"{where}: save to a folder that all nodes share")
     manifest["files"] = files
@@ -136,13 +138,9 @@ def _complete(
     new.rename(final)
     with atomic_write(final.with_name("latest")) as file:
         file.write(f"{final.name}\n".encode())
-    found = list_checkpoints(final.parent)
-    older = [path for path in found if step_of(path) <= manifest["step"]]
+    older = [p for p in list_checkpoints(final.parent) if step_of(p) <= manifest["step"]]
     for path in older[: -keep if keep else 0]:
         path.rename(path.with_name(f".step_{step_of(path)}.removed"))  # a kill leaves no half of it
-    if found[-1] != final:
-        what = f"{found[-1]} is further than {final.name}, just saved"
-        print(f"warning: {what}: move it away, or find_newest returns it", file=sys.stderr)
 
 
 def _remove_leftovers(out: Path) -> None:
@@ -206,7 +204,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         except (AttributeError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError):
             raise ValueError(f"{path} is damaged, or not written by consolidate") from None
     if not (path / MANIFEST).exists():
-        path = max(list_checkpoints(path), key=step_of, default=path)
+        path = [path, *list_checkpoints(path)][-1]
     manifest, index = verify(path)
     weights = {}
     entries: dict[str, Any] = index.state_dict_metadata
@@ -247,71 +245,68 @@ class _TrainingState:
         self.fsdp1 = bool(FSDP1.fsdp_modules(model))
         # before the names: after a forward pass, this makes FSDP put back the sharded parameters
         self.weights: dict[str, Any] = by_name.get_model_state_dict(self.model)
-        self.names = {p: self.original(name) for name, p in self.model.named_parameters()}
-        self.of_one: set[str] = set()  # ZeRO-1's states, each on one rank
+        named = self.model.named_parameters()
+        self.names = {p: min(original_names(self.model, name)) for name, p in named}
         self.optimizers: Sequence[Optimizer] = ()
         if optimizer is not None:
             self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self.groups = on_all_ranks(self._describe_groups)
 
-    def original(self, name: str, with_compiler: bool = False) -> str:
-        """Return the name that a parameter had before the model was wrapped."""
-        return min(original_names(self.model, name, skip_compiler_prefix=not with_compiler))
-
     def _describe_groups(self) -> list[dict[str, Any]]:
         found = []
-        for name, p in self.model.named_parameters():
-            if hasattr(p, FLATTENED) and "_fsdp_wrapped_module" not in name:
-                raise ValueError(f"{name} is sharded by FSDP1 in a larger model: give that one")
         for optimizer in self.optimizers:
-            kind = type(_inner(optimizer)).__name__
-            around = [v for v in vars(_inner(optimizer)).values() if isinstance(v, Optimizer)]
-            foreign = {*_parameters(optimizer)} - self.names.keys()
-            if around or foreign or (self.fsdp1 and len(self.optimizers) > 1):
-                raise ValueError(
-                    f"{kind} cannot be saved: build it from the sharded model.parameters(), give "
-                    "the optimizer inside of another one, and under FSDP1 not more than one"
-                )
+            inner = _inner(optimizer)
+            around = any(isinstance(value, Optimizer) for value in vars(inner).values())
+            if around or not {*_parameters(optimizer)} <= self.names.keys():
+                what = "build it from the sharded model.parameters(), not around another optimizer"
+                raise ValueError(f"{type(inner).__name__} cannot be saved: {what}")
             for group in optimizer.param_groups:
-                settings = {"optimizer": kind, "params": [self.names[p] for p in group["params"]]}
-                for key in sorted(group.keys() - NOT_SAVED):
-                    value = group[key]
-                    if isinstance(value, Tensor):  # the learning rate of a compiled step
-                        value = value.item()
-                    settings[key] = value
-                found.append(_as_json(settings))
+                whose = [type(inner).__name__, *(self.names[p] for p in group["params"])]
+                settings = {key: group[key] for key in sorted(group.keys() - NOT_SAVED)}
+                found.append({"whose": whose, "settings": _as_json(settings)})
         return found
 
-    def collect(self) -> dict[str, Tensor]:
-        """Return this rank's tensors; ValueError if one could not be restored. Collective."""
+    def own_share(self) -> dict[str, Tensor]:
+        """Return the tensors that this rank is to write. Collective.
+
+        ValueError if one could not be restored, or if the ranks differ in what they share.
+        """
         tensors = {f"model.{name}": value for name, value in self.weights.items()}
+        of_one: set[str] = set()  # ZeRO-1's states, each on one rank
         for optimizer in self.optimizers:
             states = {self.names[p]: kept for p, kept in _inner(optimizer).state.items() if kept}
             if self.fsdp1 and any(_gather(bool(states))):  # some rank has taken a step
                 with _sharded_states(self.model):
-                    converted = FSDP1.optim_state_dict(self.model, optimizer)["state"]
-                states = {self.original(name): kept for name, kept in converted.items()}
-            for name, kept in states.items():
-                found = {f"{STATE}{name}.{key}": value for key, value in kept.items()}
-                tensors |= found
-                if isinstance(optimizer, ZeroRedundancyOptimizer):
-                    self.of_one |= found.keys()
-        on_all_ranks(partial(self._check, tensors))
-        return tensors
+                    states = FSDP1.optim_state_dict(self.model, optimizer)["state"]
+                states = {min(original_names(self.model, n)): kept for n, kept in states.items()}
+            found = on_all_ranks(partial(self._name_states, states))
+            tensors |= found
+            if isinstance(optimizer, ZeroRedundancyOptimizer):
+                of_one |= found.keys()
+        shared = {name: tensors[name] for name in sorted(tensors.keys() - of_one)}
+        known = repr(([(name, value.shape) for name, value in shared.items()], self.groups))
+        if len({*_gather(zlib.crc32(known.encode()))}) > 1:
+            what = "states or settings of the optimizers differ between ranks"
+            raise ValueError(f"{what}: keep them equal, or use ZeRO-1 or FSDP2")
+        buffers = {f"model.{name}" for name in self.weights.keys() - self.names.values()}
+        own = of_one | _share(shared, buffers)
+        return {name: value for name, value in tensors.items() if name in own}
 
-    def _check(self, tensors: Mapping[str, Any]) -> None:
-        for entry, value in tensors.items():
-            fits = isinstance(value, Tensor)
-            if fits and entry.startswith(STATE):
-                like: Any = self.weights.get(_parameter_of(entry))  # None: a dot in the state's key
-                sharded = isinstance(like, DTensor) and value.ndim > 0
-                fits = like is not None and isinstance(value, DTensor) == sharded
-                fits = fits and (not sharded or value.shape == like.shape)
-            if not fits:
-                raise ValueError(
-                    f"{entry} cannot be saved: it must be a tensor, and of a sharded parameter "
-                    "0-dim, or sharded and shaped like it (in mode ddp, other states can be saved)"
-                )
+    def _name_states(self, states: Mapping[str, dict]) -> dict[str, Tensor]:
+        named = {}
+        for name, kept in states.items():
+            for key, value in kept.items():
+                like = self.weights[name]
+                fits = isinstance(value, Tensor) and "." not in key
+                if fits:
+                    sharded = isinstance(like, DTensor) and value.ndim > 0
+                    fits = isinstance(value, DTensor) == sharded
+                    fits = fits and (not sharded or value.shape == like.shape)
+                if not fits:
+                    what = "it must be a tensor, and if sharded, 0-dim or shaped like its parameter"
+                    raise ValueError(f"state {key} of {name} cannot be saved: {what}")
+                named[f"{STATE}{name}.{key}"] = value
+        return named
 
     def allocate(self, path: Path, groups: Sequence[dict], index: Any) -> dict[str, Tensor]:
         """Return room for this rank's part of a checkpoint.
@@ -320,49 +315,40 @@ class _TrainingState:
         """
         found = {f"model.{name}": value for name, value in self.weights.items()}
         entries = index.state_dict_metadata
-        then = {name: (tuple(e.size), e.properties.dtype) for name, e in entries.items()}
-        now = {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
-        for name in sorted(then.keys() | now.keys()):
-            if not name.startswith(STATE) and then.get(name) != now.get(name):
-                what = f"{name} is {then.get(name)} in the checkpoint, {now.get(name)} in the model"
-                raise CorruptCheckpointError(f"{path}: {what}")
-        if groups and not {*map(_identity, self.groups)} <= {*map(_identity, groups)}:
+        differ = {name for name in entries if not name.startswith(STATE)} ^ found.keys()
+        if differ:  # shapes are compared by DCP
+            what = f"{min(differ)} is not in both, the checkpoint and the model"
+            raise CorruptCheckpointError(f"{path}: {what}")
+        whose, then = ([group["whose"] for group in some] for some in (self.groups, groups))
+        if whose and then and whose != then:
             what = "was saved with another optimizer, or with other parameter groups"
             raise CorruptCheckpointError(f"{path} {what}: give None to load the model alone")
-        mine = set()
+        held = set()
         for optimizer in self.optimizers:
-            mine |= {self.names[p] for p in _parameters(_inner(optimizer))}
-        for entry, (size, dtype) in then.items():
-            if not entry.startswith(STATE) or _parameter_of(entry) not in mine:
-                continue
-            like = self.weights[_parameter_of(entry)]
-            if size == tuple(like.shape):
-                found[entry] = torch.empty_like(like, dtype=dtype)
-            elif size == () or not isinstance(like, DTensor):
-                found[entry] = torch.empty(size, dtype=dtype)
-            else:
-                what = f"{entry} is {size}, which cannot be sharded: load it in mode ddp"
-                raise CorruptCheckpointError(f"{path}: {what}")
+            held |= {self.names[p] for p in _parameters(_inner(optimizer))}
+        for entry, kept in entries.items():
+            if entry.startswith(STATE) and _parameter_of(entry) in held:
+                like = self.weights[_parameter_of(entry)]
+                dtype = kept.properties.dtype
+                if kept.size == like.shape or (kept.size and isinstance(like, DTensor)):
+                    found[entry] = torch.empty_like(like, dtype=dtype)
+                else:
+                    found[entry] = torch.empty(kept.size, dtype=dtype)
         return found
 
     def restore(self, tensors: Mapping[str, Tensor], groups: Sequence[dict]) -> None:
         """Take over what was read into `allocate`'s room, and the settings. Collective."""
-        options = by_name.StateDictOptions(strict=False)  # `allocate` has compared the names
-        by_name.set_model_state_dict(self.model, self.weights, options=options)
+        by_name.set_model_state_dict(self.model, self.weights)
         states: dict[str, dict[str, Tensor]] = {}
         for entry, tensor in tensors.items():
             if entry.startswith(STATE):
-                _, _, key = entry.rpartition(".")
-                states.setdefault(_parameter_of(entry), {})[key] = tensor
-        saved = {_identity(group): group for group in groups}
-        described = iter(self.groups)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                settings = saved.get(_identity(next(described)), {})
-                for key in settings.keys() - {"optimizer", "params"}:
-                    group[key] = _like(settings[key], group.get(key))
-            if states:
-                self._restore_states(_inner(optimizer), states)
+                states.setdefault(_parameter_of(entry), {})[entry.rpartition(".")[2]] = tensor
+        own = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, saved in zip(own, groups, strict=False):  # either may be empty
+            for key, value in saved["settings"].items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+        for optimizer in self.optimizers if states else ():
+            self._restore_states(_inner(optimizer), states)
 
     def _restore_states(self, optimizer: Optimizer, states: Mapping[str, dict]) -> None:
         parameters = _parameters(optimizer)
@@ -371,8 +357,9 @@ class _TrainingState:
         if self.fsdp1:
             given = {}  # by names that keep the prefix of torch.compile
             for name, p in self.model.named_parameters():
+                theirs = min(original_names(self.model, name, skip_compiler_prefix=False))
                 if self.names[p] in states:
-                    given[self.original(name, with_compiler=True)] = states[self.names[p]]
+                    given[theirs] = states[self.names[p]]
             with _sharded_states(self.model):
                 flat = FSDP1.optim_state_dict_to_load(self.model, optimizer, {"state": given})
             found = flat["state"]
@@ -399,11 +386,6 @@ def _parameter_of(entry: str) -> str:
     return entry.removeprefix(STATE).rpartition(".")[0]
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what must be the same in a checkpoint: the optimizer, and names of parameters."""
-    return (group["optimizer"], *group["params"])
-
-
 def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, FSDP1 gives and takes sharded states of the original shapes."""
     options = fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig()
@@ -422,44 +404,24 @@ def _as_json(value: Any) -> Any:
     raise ValueError(f"run_state and settings of optimizers may be {what}, not {value!r:.60}")
 
 
-def _like(value: Any, own: Any) -> Any:
-    """Return a saved setting in the type of the program's own."""
-    if isinstance(own, Tensor):
-        return torch.full_like(own, value)
-    return tuple(value) if isinstance(own, tuple) else value
+# --- Which rank writes what; reading
 
 
-# --- DCP: which rank writes what; reading
-
-
-class _SharePlanner(dcp.DefaultSavePlanner):
-    """Plan this rank's share of what several ranks hold: rank 0 gets no item twice.
+def _share(tensors: Mapping[str, Tensor], buffers: set[str]) -> set[str]:
+    """Name what this rank writes of the `tensors` that several hold: buffers are rank 0's.
 
     All compute the same shares: the largest tensor first, each to the copy with the least so far.
     """
-
-    parameters: set[str]  # "model.NAME": what else is in the model are buffers
-    of_one: set[str]  # that no other rank has
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        """Return the items that this rank writes."""
-        sizes = {name: value.nbytes for name, value in self.state_dict.items()}
-        loads: dict[int, list[int]] = {}  # bytes that each copy writes
-        mine = set(self.of_one)
-        for name in sorted(sizes.keys() - mine, key=lambda name: (-sizes[name], name)):
-            value = self.state_dict[name]
-            copies, own = _copies_of(value)
-            load = loads.setdefault(copies, [0 for _ in range(copies)])
-            writer = load.index(min(load))
-            is_buffer = not name.startswith(STATE) and name not in self.parameters
-            if not isinstance(value, DTensor) and (is_buffer or value.ndim == 0):
-                writer = 0  # it may differ between ranks, or is so small that one file is better
-            load[writer] += sizes[name]
-            if writer == own:
-                mine.add(name)
-        plan = super().create_local_plan()
-        plan.items[:] = [item for item in plan.items if item.index.fqn in mine]
-        return plan
+    loads: dict[int, list[int]] = {}  # bytes that each copy writes
+    own = set()
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        copies, number = _copies_of(tensors[name])
+        load = loads.setdefault(copies, [0 for _ in range(copies)])
+        writer = 0 if name in buffers else load.index(min(load))  # buffers may differ
+        load[writer] += tensors[name].nbytes
+        if writer == number:
+            own.add(name)
+    return own
 
 
 def _copies_of(value: Tensor) -> tuple[int, int]:
@@ -477,26 +439,6 @@ def _copies_of(value: Tensor) -> tuple[int, int]:
     return copies, number
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Write as DCP does; remember size and checksum of this rank's files."""
-
-    files: dict[str, list[int]] = {}
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write this rank's items; of an error only a sentence is sent to the other ranks."""
-        try:
-            written = super().write_data(plan, planner)
-            names = {result.storage_data.relative_path for result in written.wait()}
-            self.files = {name: _size_and_crc(Path(self.path, name)) for name in names}
-            return written
-        except Exception as error:
-            cause = _cause(error)
-            raise OSError(f"{type(cause).__name__}: {cause}") from error
-
-    def storage_meta(self) -> None:
-        """Keep the temporary path out of the index."""
-
-
 def _read_tensors(path: Path, index: dcp.Metadata, tensors: dict[str, Tensor]) -> None:
     """Read this rank's part, in place: `dcp.load(no_dist=True)` by an index that was checked."""
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
@@ -507,20 +449,18 @@ def _read_tensors(path: Path, index: dcp.Metadata, tensors: dict[str, Tensor]) -
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickle DCP's index: no code is run. (For BytesStorageMetadata, DCP would run some.)"""
+    """Unpickle DCP's index, of which no code is run."""
 
-    DCP = "torch.distributed.checkpoint"
-    PARTS = {
-        *("torch.Size", "torch.serialization._get_layout", f"{DCP}.filesystem._StorageInfo"),
-        *(f"{DCP}.metadata.Metadata", f"{DCP}.metadata.MetadataIndex"),
-        *(f"{DCP}.metadata.TensorStorageMetadata", f"{DCP}.metadata.ChunkStorageMetadata"),
-        *(f"{DCP}.metadata.TensorProperties", f"{DCP}.metadata._MEM_FORMAT_ENCODING"),
-    }
+    # not BytesStorageMetadata: what DCP reads for it may run code
+    PARTS = (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "Size"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"),
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a part of an index."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or f"{module}.{name}" in self.PARTS:
+        is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
+        if module.partition(".")[0] == "torch" and (name in self.PARTS or is_dtype):
             return super().find_class(module, name)
         raise CorruptCheckpointError(f"{INDEX} names {module}.{name}, which is no part of it")
 
@@ -583,28 +523,19 @@ def atomic_write(path: Path) -> Iterator[io.BufferedWriter]:
             os.fsync(file.fileno())
         new.replace(path)
     except RuntimeError as error:
-        raise _cause(error) from None
+        raise error.__context__ or error from None  # torch.save raises again on closing
     finally:
         with suppress(OSError):
             new.unlink()
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Return the original cause: after a failed write, torch.save raises again on closing."""
-    if isinstance(error, RuntimeError) and error.__context__:
-        return error.__context__
-    return error
-
-
 def _size_and_crc(path: Path) -> list[int]:
     """Return the size of a file in bytes, and its CRC-32."""
-    size = 0
     crc = 0
     with path.open("rb") as file:
         for block in iter(partial(file.read, 2**20), b""):
-            size += len(block)
             crc = zlib.crc32(block, crc)
-    return [size, crc]
+    return [path.stat().st_size, crc]
 
 
 def _checksum(manifest: dict[str, Any]) -> int:
@@ -617,16 +548,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
     CorruptCheckpointError if it is missing or was altered.
     """
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         manifest = json.loads(Path(path, MANIFEST).read_bytes())
-        if manifest["checksum"] == _checksum(manifest) and "run_state" in manifest:
+        if manifest["checksum"] == _checksum(manifest):
             return manifest
-    except (FileNotFoundError, NotADirectoryError):
-        what = f"{path}: not a checkpoint (it contains no {MANIFEST})"
-        raise CorruptCheckpointError(what) from None
-    except (ValueError, LookupError, TypeError):
-        pass  # not JSON, or not the JSON object that was written
-    raise CorruptCheckpointError(f"{path}: checksum mismatch in {MANIFEST}")
+    raise CorruptCheckpointError(f"{path}: {MANIFEST} is missing or damaged")
 
 
 def verify(path: str | Path, part: int = 0, parts: int = 1) -> tuple[dict[str, Any], dcp.Metadata]:
@@ -636,35 +562,30 @@ def verify(path: str | Path, part: int = 0, parts: int = 1) -> tuple[dict[str, A
     """
     manifest = read_manifest(path)
     files = manifest["files"]
-    share = sorted(files)[part::parts]
-    for name in {INDEX, *share}:
-        if not Path(path, name).exists():
-            raise CorruptCheckpointError(f"{path}: {name} is missing")
-        if _size_and_crc(Path(path, name)) != files[name]:
-            raise CorruptCheckpointError(f"{path}: checksum mismatch in {name}")
-    with Path(path, INDEX).open("rb") as file:
-        index = _IndexUnpickler(file).load()
-    if not {place.relative_path for place in index.storage_data.values()} <= files.keys():
-        raise CorruptCheckpointError(f"{path}: {INDEX} names files that {MANIFEST} lacks")
-    return manifest, index
+    for name in {INDEX, *sorted(files)[part::parts]}:
+        file = Path(path, name)
+        if not file.exists() or _size_and_crc(file) != files[name]:
+            raise CorruptCheckpointError(f"{path}: {name} is missing or damaged")
+    with Path(path, INDEX).open("rb") as opened:
+        return manifest, _IndexUnpickler(opened).load()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 1 if the checkpoint is damaged, exit with 2 for bad usage."""
     parser = argparse.ArgumentParser(description="Verify or consolidate a checkpoint.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("verify", help="check every file of a checkpoint").add_argument("dir")
-    command = commands.add_parser("consolidate", help="write its model to one new file")
-    command.add_argument("dir")
-    command.add_argument("out")
+    parser.add_argument("command", choices=("verify", "consolidate"))
+    parser.add_argument("dir", help="the checkpoint")
+    parser.add_argument("out", nargs="?", help="of consolidate: a new file for its model")
     args = parser.parse_args(argv)
+    if (args.command == "consolidate") != bool(args.out):
+        parser.error("give either verify DIR, or consolidate DIR OUT")
     try:
-        if args.command == "verify":
-            _, index = verify(args.dir)
-            print(f"{args.dir} is complete: {len(index.state_dict_metadata)} tensors")
-        else:
+        if args.out:
             model = consolidate(args.dir, args.out)["model"]
             print(f"{args.out}: {len(model)} parameters and buffers")
+        else:
+            _, index = verify(args.dir)
+            print(f"{args.dir} is complete: {len(index.state_dict_metadata)} tensors")
     except (OSError, CorruptCheckpointError) as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         return 1

@@ -31,7 +31,6 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
         ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 4),
         (f"{TORCHRUN} benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 6),
         ("benchmarks.data --images 64 --rounds 1 --steps 2", 10),
-        ("benchmarks.checkpoint --model tiny --repeat 1 --dir {}", 6),
     ],
 )
 def test_each_comparison_prints_its_rows_and_no_warning(command, rows, tmp_path):

@@ -139,7 +139,7 @@ def test_no_code_is_run_from_an_index(named, good, tmp_path, monkeypatch):
 def test_names_and_shapes_must_be_those_of_the_model(config, name, single, tmp_path):
     folder = checkpoint.save(tmp_path, 2, *build(config=config))
     for mode in ("full_shard", "zero1"):
-        with pytest.raises(checkpoint.CorruptCheckpointError, match=name):
+        with pytest.raises(ValueError, match=name):
             checkpoint.load(folder, *build(mode))
 
 
@@ -195,8 +195,6 @@ def meet_trouble_on_rank_1() -> list[tuple[str, str]]:
     optimizer.param_groups[0]["lr"] = 0.1 + rank
     raised.append(refusal(out, model, optimizer))
     optimizer.param_groups[0]["lr"] = 0.1
-    with patch.object(Path, "is_file", return_value=False):  # OUT of rank 0 is another folder
-        raised.append(refusal(out, model, optimizer))
     checkpoint.save(out / "run", 2, model, optimizer)
     assert names(out / "run") == steps(1, 2)
     dist.destroy_process_group()
@@ -217,12 +215,12 @@ def refusal(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
 def test_what_one_rank_meets_is_raised_on_all(tmp_path):
     first, second = on_ranks(2, meet_trouble_on_rank_1, tmp_path)
     assert first == second
-    kinds = ["CorruptCheckpointError", *["OSError"] * 3, *["ValueError"] * 2, "OSError"]
+    kinds = ["CorruptCheckpointError", *["OSError"] * 3, *["ValueError"] * 2]
     assert [kind for kind, _ in first] == kinds
-    damaged, unreadable, *full, history, _, unshared = (sentence for _, sentence in first)
+    damaged, unreadable, *full, history, _ = (sentence for _, sentence in first)
     assert "__1_0.distcp" in damaged and "Input/output error" in unreadable
     assert all("File too large" in sentence for sentence in full)
-    assert "history" in history and "all nodes share" in unshared
+    assert "history" in history
     assert not any("\n" in sentence for _, sentence in first)
 
 
@@ -314,13 +312,6 @@ def test_a_kill_at_any_point_of_a_save_loses_that_save_alone(point, single, tmp_
     checkpoint.load(left[-1], model, optimizer)
     checkpoint.save(tmp_path, 4, model, optimizer)
     assert names(tmp_path) == [left[-1].name, *steps(4)]  # nothing is left of the killed one
-
-
-def test_what_could_not_be_found_again_is_refused(single, tmp_path):
-    for step, keep in ((-1, 2), (1, 0)):
-        with pytest.raises(ValueError, match="give step 0 or more, keep 1 or more"):
-            checkpoint.save(tmp_path, step, *build(), keep=keep)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_older_checkpoints_alone_are_removed(single, tmp_path):
@@ -524,14 +515,6 @@ def test_damage_of_the_newest_is_skipped_and_of_all_refused(folder, finished, ca
     capsys.readouterr()
     assert run(folder) == 2
     assert "--resume PATH" in the_error(capsys) and tree(folder) == before
-
-
-def test_a_checkpoint_that_lacks_a_file_is_skipped_too(folder, capsys):
-    """As a copy that was interrupted, or a purge of old files, leaves it."""
-    (folder / "step_00000006" / SHARD).unlink()
-    assert run(folder) == 0
-    out = capsys.readouterr().out
-    assert "skipping a damaged checkpoint" in out and "step_00000004 at step 4" in out
 
 
 def test_no_checkpoint_is_further_than_the_one_to_begin_at(folder, tmp_path, capsys):

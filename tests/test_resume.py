@@ -10,7 +10,6 @@ from checkpoints import names, steps
 from conftest import FULL, ROOT
 from ranks import NANO, NANO_ARGV, Run, Seen, main_with_signals, poisoned, read_log
 
-import checkpoint
 import run
 import train_fsdp
 import vit
@@ -186,20 +185,6 @@ def test_a_flag_that_an_older_checkpoint_lacks_had_its_default(tmp_path, monkeyp
 
 def without(flags, name):
     return {key: value for key, value in flags.items() if key != name}
-
-
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, capsys):
-    assert train(tmp_path, "--steps", "4") == 0
-    whole = read_log(tmp_path / "log.jsonl")[1]
-    for file in (tmp_path / "step_00000004").glob("*.distcp"):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    assert train(tmp_path, "--steps", "4") == 0
-    assert "skipping a damaged checkpoint" in capsys.readouterr().out
-    again = read_log(tmp_path / "log.jsonl")[1][len(whole) :]
-    assert [(s["step"], s["loss"]) for s in again] == [(s["step"], s["loss"]) for s in whole[2:]]
-    assert checkpoint.verify(tmp_path / "step_00000004")
 
 
 def evaluations(out):

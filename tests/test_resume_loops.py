@@ -137,7 +137,9 @@ def cases_of(pairs: list[tuple[Row, Row]]) -> list[Case]:
     return cases
 
 
-DAILY = cases_of([(row, ROWS[(3 * i + 4) % len(ROWS)]) for i, row in enumerate(ROWS)])
+ROW_TO_ROW = cases_of([(row, ROWS[(3 * i + 4) % len(ROWS)]) for i, row in enumerate(ROWS)])
+# each pair of rows, and half of its optimizers: in turns the first and the second of two
+DAILY = [case for i, case in enumerate(ROW_TO_ROW) if i % 4 in (0, 3)]
 EVERY_PAIR = cases_of(list(itertools.product(ROWS, ROWS)))
 
 
@@ -231,7 +233,7 @@ def test_ordinary_loops_continue_in_another_row_on_other_ranks(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 4), (4, 3), (3, 2)])
 def test_any_row_loads_what_any_row_saved(before, after, tmp_path):
-    compare(EVERY_PAIR if FULL else DAILY, before, after, tmp_path)
+    compare(EVERY_PAIR if FULL else ROW_TO_ROW, before, after, tmp_path)
 
 
 def muon_cut_and_uncut(out: Path) -> list[bool]:
