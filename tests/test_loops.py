@@ -1,6 +1,5 @@
 """shard.py under loops of other people: the same as in one process, or refused at once."""
 
-import copy
 import os
 import re
 import sys
@@ -17,7 +16,6 @@ from small_model import CPU
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import mesh
 import shard
@@ -403,48 +401,32 @@ def calls_into_shard() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def plain(mode: str, model: nn.Module) -> nn.Module:
-    """Shard a model as PyTorch's tutorials do, without shard.py."""
-    if mode == "ddp":
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    grid = mesh.build_mesh((1, dist.get_world_size()), CPU)["shard"]
-    for block in model.blocks:
-        torch.distributed.fsdp.fully_shard(block, mesh=grid)
-    return torch.distributed.fsdp.fully_shard(model, mesh=grid)
-
-
-def work_of_a_step(place: Place, model: nn.Module) -> tuple[list[str], list[str]]:
-    """Train four steps, then look at the fifth -> its calls into shard.py, its collectives."""
-    steps(place, model, 4)
-    optimizer = place.optimizer([*model.parameters()])
-    x = place.batch(4)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, calls_into_shard() as called:
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    names = [e.name for e in profiler.events() if e.name.startswith("c10d::")]
-    return called, sorted(names)
-
-
-def later_steps() -> list[tuple[str, list[str], list[str], list[str]]]:
+def calls_by_step() -> list[tuple[str, list[int]]]:
+    """In each mode: how often five steps call a function of shard.py."""
     join()
-    found = []
+    found: list[tuple[str, list[int]]] = []
     for mode in ("ddp", "full_shard"):
         place = Place(mode)
-        called, ours = work_of_a_step(place, place.shard(make()))
-        _, theirs = work_of_a_step(place, plain(mode, make()))
-        found.append((mode, called, ours, theirs))
+        model = place.shard(make())
+        optimizer = place.optimizer([*model.parameters()])
+        counts: list[int] = []
+        for step in range(5):
+            with calls_into_shard() as called:
+                loss_of(model, place.batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(len(called))
+        found.append((mode, counts))
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.slow
-def test_after_the_third_step_a_step_is_pytorchs_own(tmp_path):
+def test_after_the_third_step_nothing_of_ours_runs(tmp_path):
     """But for the hook that asks, once a forward pass, whether FSDP2 will have a backward pass."""
-    for found in on_ranks(2, later_steps, tmp_path):
-        for mode, called, ours, theirs in found:
-            assert len(called) <= (mode == "full_shard"), (mode, called)
-            assert ours == theirs and ours, mode
+    for mode, counts in on_ranks(1, calls_by_step, tmp_path)[0]:
+        assert min(counts[:3]) > 1, (mode, counts)
+        assert counts[-1] <= (mode == "full_shard"), (mode, counts)
 
 
 # --- models and arguments that are refused before anything is sharded
@@ -520,14 +502,3 @@ def test_a_mesh_of_another_mode_is_refused():
                 shard.apply(make(), mode, mesh.build_mesh(shape, CPU), block_classes={Block})
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_block_with_two_names_stays_one_block(single, fsdp):
-    model = make()
-    model.last = model.blocks[-1]
-    expected = copy.deepcopy(model)
-    x = Place().batch(0)
-    sharded = Place("full_shard", fsdp, ac="full").shard(model)
-    assert sharded(x).equal(expected(x))
-    assert len([*sharded.parameters()]) == len([*expected.parameters()])

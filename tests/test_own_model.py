@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,9 +20,6 @@ from torchvision.models import VisionTransformer
 import checkpoint
 import mesh
 import shard
-
-sys.path.append(str(ROOT / "examples"))
-import own_model
 
 STEPS, BATCH = 5, 8
 
@@ -352,33 +347,3 @@ def test_the_example_in_an_empty_folder(tmp_path):
     two = *launcher, "own_model.py", "hybrid", "1"
     split = norms(python(*two, cwd=tmp_path, alone=True))
     assert split == pytest.approx({step: alone[step] for step in range(11, 21)}, rel=0.05)
-
-
-class Drawing(own_model.Classifier):
-    """Notes a mask of dropout in each call."""
-
-    masks: list[list[float]] = []
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.masks.append(F.dropout(torch.ones(64)).tolist())
-        return super().forward(tokens)
-
-
-def masks_of_dropout() -> list[list[float]]:
-    """On each rank: those of two steps of the example, then of the same with a resume between."""
-    join()
-    folder = Path(os.environ["FOLDER"])
-    with patch.object(mesh, "init_ranks"), patch.object(own_model, "Classifier", Drawing):
-        for steps, out in ((2, "whole"), (1, "resumed"), (2, "resumed")):
-            own_model.train(steps=steps, out=folder / out, dropout=0.5)
-    dist.destroy_process_group()
-    return Drawing.masks
-
-
-@pytest.mark.full
-def test_dropout_differs_and_is_the_same_after_a_resume(tmp_path):
-    different = set()
-    for masks in on_ranks(2, masks_of_dropout, tmp_path):
-        assert masks[2:] == masks[:2]
-        different |= set(map(tuple, masks))
-    assert len(different) == 4  # of two ranks, in two steps
