@@ -183,8 +183,5 @@ if [[ ${AGAIN:-requeue} == no || ${SLURM_JOB_QOS:-} == debug ]]; then
     say "newest checkpoint $(newest), not done: submit the same command again to resume"
 else
     say "newest checkpoint $(newest): requeued"
-    # In a job array SLURM_JOB_ID may be the number of the whole array, and would requeue all of it.
-    this=$SLURM_JOB_ID
-    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-    scontrol requeue "$this" || fail "requeue was refused: submit the same command again"
+    scontrol requeue "$SLURM_JOB_ID" || fail "requeue was refused: submit the same command again"
 fi

@@ -277,12 +277,6 @@ def test_what_is_wrong_is_said_before_anything_runs(environ, sentence, tmp_path)
         ((), {"AGAIN": "requeue", "SLURM_JOB_QOS": "debug"}, "submit the same command again"),
         ((), {}, "submit the same command again"),
         (("--run=io",), {"AGAIN": "requeue"}, "finished"),
-        # one task of an array, whose id is that of the whole array in one of its tasks
-        (
-            (),
-            {"AGAIN": "requeue", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"},
-            "scontrol requeue 7_3\n",
-        ),
     ],
 )
 def test_what_is_started_again(flags, environ, word, tmp_path):
