@@ -46,8 +46,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# Private: no public function gives the names of get_model_state_dict to parameters.
+# Private names of PyTorch. Parameters have these names in its get_model_state_dict; ...
 original_names = by_name._get_fqns
+# ... this attribute tells a part of a model that FSDP1 has flattened, as `model.module`.
+FLATTENED = "_fsdp_flattened"
 
 T = TypeVar("T")
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -253,6 +255,11 @@ class _TrainingState:
         self.groups = on_all_ranks(self._describe_groups)
 
     def _describe_groups(self) -> list[dict[str, Any]]:
+        for name, p in self.model.named_parameters():
+            if hasattr(p, FLATTENED) and "_fsdp_wrapped_module" not in name:
+                raise ValueError(f"{name} is sharded by FSDP1 in a larger model: give that one")
+        if self.fsdp1 and len(self.optimizers) > 1:
+            raise ValueError("FSDP1 saves one optimizer: give it several groups, or use FSDP2")
         found = []
         for optimizer in self.optimizers:
             inner = _inner(optimizer)
