@@ -262,16 +262,19 @@ def find_stats(args: argparse.Namespace, files: Any) -> None:
         if args.data == "synthetic":
             return args.channel_stats, None
         stats = args.channel_stats
+        images = data.fingerprint(files)
         path = args.stats or data.stats_file(args.data)
         if os.path.exists(path):
-            stats, _ = data.read_stats(path)
+            stats, measured = data.read_stats(path)
+            if measured not in (images, None):
+                print(f"warning: {path} was measured on other images", file=sys.stderr)
         elif args.channels != 3:
             command = f"`python prepare.py stats {args.data}`"
             raise ValueError(f"--channels {args.channels} needs statistics: type {command}")
         if len(stats.mean) != args.channels:
             found = f"{path} is of {len(stats.mean)} channels"
             raise ValueError(f"{found}, not {args.channels}: see --channels")
-        return stats, data.fingerprint(files)
+        return stats, images
 
     with refusing():
         args.channel_stats, args.image_names_and_sizes = checkpoint.on_rank0(find)
@@ -537,11 +540,15 @@ def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
     folder = Path(args.out, "profile")
 
     def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(folder / "rank_00000.json.gz"))
         key = "self_cpu_time_total" if log.device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=20)
-        (folder / "rank_00000.txt").write_text(table)
+        try:
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(folder / "rank_00000.json.gz"))
+            (folder / "rank_00000.txt").write_text(table)
+        except (OSError, RuntimeError) as error:  # a full disk
+            log.say(f"warning: no profile: {error}")
+            return
         log.write("profile", {"first_step": begin + 6})
         log.say(f"profile in {folder}: open the trace in https://ui.perfetto.dev")
 
@@ -578,6 +585,8 @@ def _choose(args: argparse.Namespace) -> list[Path]:
             raise ValueError(f"{args.out} holds checkpoints of another run: give another --out")
         return []
     begin = Path(args.resume)
+    if not begin.exists():
+        raise ValueError(f"--resume {begin}: there is no such folder")
     begin = max(checkpoint.list_checkpoints(begin), key=checkpoint.step_of, default=begin)
     step = checkpoint.read_manifest(begin)["step"]
     for path in found:
@@ -654,8 +663,10 @@ class Checkpoints:
                 state, changes = checkpoint.on_rank0(partial(self._compare, path, defaults))
                 self.begin = checkpoint.load(path, self.training.model, optimizer)["step"]
             except (ValueError, OSError) as error:
-                if path == found[-1] or not isinstance(error, checkpoint.CorruptCheckpointError):
+                if not isinstance(error, checkpoint.CorruptCheckpointError):
                     raise Refused(error) from error
+                if path == found[-1]:  # the oldest
+                    raise Refused(f"{error}: give another --resume PATH or --out") from error
                 self.log.say(f"warning: skipping a damaged checkpoint: {error}")
                 continue
             for group, flags in zip(optimizer.param_groups, settings, strict=True):
