@@ -906,7 +906,7 @@ def build_parser(prog: str = "plan.py") -> train_fsdp.Parser:
     known = ", ".join(machines.MACHINES)
     add("--machine", default="frontier", help=f"{known}; or a file of --measure")
     gib = train_fsdp.number(0.1, 10**6)
-    add("--memory-gib", type=gib, help="per rank (default: the machine's)")
+    add("--memory-gib", type=gib, help="per rank (default: the machine's; in a job its GPU's)")
     add("--encoder-only", action="store_true", help="a plain ViT, no MAE decoder")
     add("--compare", action="store_true", help="every mode and group, best first")
     add("--explain", action="store_true", help="where the memory goes")

@@ -152,7 +152,14 @@ def test_memory_is_that_of_the_tracker(world, command):
     hold_against_plan(flags_of(command, world))
 
 
-@pytest.mark.parametrize("command", [f"--model {SHALLOW} --precision fp32", f"--model {SHALLOW}"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--model base:depth=4,decoder_depth=3 --precision fp32",
+        f"--model {SHALLOW}",
+        f"--model {SHALLOW} --ac selective",
+    ],
+)
 def test_memory_of_one_rank_is_that_of_the_tracker(command):
     """Under DDP, without its buckets. The optimizer's states apart, as above."""
     args = flags_of(f"{command} --mode ddp", 1)
