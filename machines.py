@@ -3,9 +3,8 @@
 One rank is one device: on Frontier one GCD, half of an MI250X. Links are inside a package (of two
 GCDs), inside a node, or the network. A collective is modelled as a ring in rank order.
 
-For a machine of your own, give `--machine FILE`, a JSON file that names the nearest known machine
-and lists what differs, {"like": "dgx-a100-80", "ranks_per_node": 4}; or let `plan.py --measure
-FILE` write it.
+`--machine FILE` is JSON that names the nearest known machine and lists what differs, {"like":
+"dgx-a100-80", "ranks_per_node": 4}, or one that `plan.py --measure FILE` has written.
 """
 
 import argparse
@@ -141,17 +140,16 @@ def like_h200(machine: Machine, memory_bytes_per_second: float) -> Machine:
 A100 = (312e12, 300e9, 300e9, 200e9, 27e9, 0.0625)
 HOPPER = (989e12, 450e9, 450e9, 400e9, 55e9, 0.068)
 ADA = (165.2e12, 27e9, 27e9, 1.25e9, 27e9, 0.5)
-MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        FRONTIER,
-        like_h200(Machine("dgx-a100-40", 1, 8, 39.4, *A100), 1.555e12),
-        like_h200(Machine("dgx-a100-80", 1, 8, 79.1, *A100), 2.039e12),
-        like_h200(Machine("dgx-h100", 1, 8, 79.1, *HOPPER), 3.35e12),
-        like_h200(Machine("dgx-h200", 1, 8, 139.8, *HOPPER), 4.8e12),
-        like_h200(Machine("rtx-4090", 1, 1, 23.6, *ADA), 1.008e12),
-    )
-}
+KNOWN = (
+    FRONTIER,
+    like_h200(Machine("dgx-a100-40", 1, 8, 39.4, *A100), 1.555e12),
+    like_h200(Machine("dgx-a100-80", 1, 8, 79.1, *A100), 2.039e12),
+    like_h200(Machine("dgx-h100", 1, 8, 79.1, *HOPPER), 3.35e12),
+    like_h200(Machine("dgx-h200", 1, 8, 139.8, *HOPPER), 4.8e12),
+    like_h200(Machine("rtx-4090", 1, 1, 23.6, *ADA), 1.008e12),
+)
+MACHINES = {machine.name: machine for machine in KNOWN}
+
 # --- Machine files
 
 
@@ -169,11 +167,9 @@ def read_machine(name: str) -> Machine:
             check_figures(machine, like)
         return machine
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        known = ", ".join(MACHINES)
-        raise ValueError(
-            f"--machine {name}: {error}; use {known}, or a file: one of plan.py --measure, or "
-            'one like {"like": "dgx-a100-80", "ranks_per_node": 4}'
-        ) from None
+        known = f"use {', '.join(MACHINES)}, or a file: one of plan.py --measure, or one like"
+        example = '{"like": "dgx-a100-80", "ranks_per_node": 4}'
+        raise ValueError(f"--machine {name}: {error}; {known} {example}") from None
 
 
 def check_figures(machine: Machine, like: Machine) -> None:
@@ -182,8 +178,7 @@ def check_figures(machine: Machine, like: Machine) -> None:
         if not isinstance(usual, int | float):
             continue
         value = getattr(machine, name)
-        # the slowest network above is 320 times slower than the fastest, but a thousandth of what
-        # is usual, or 50 times as much, is a slip in the unit
+        # a thousandth of what is usual, or 50 times as much, is a slip in the unit
         in_unit = type(value) in (int, type(usual)) and value >= 0
         if in_unit and name.endswith(("memory_gib", "_flops", "bytes_per_second", "_per_node")):
             in_unit = usual / 800 <= value <= usual * 50
@@ -194,9 +189,8 @@ def check_figures(machine: Machine, like: Machine) -> None:
 
 def with_ranks_per_node(machine: Machine, ranks: int) -> Machine:
     """Return the machine as seen by a job that uses `ranks` ranks on each node."""
-    package = machine.ranks_per_package
-    if ranks % package:  # some package is only partly used: count on no fast link
-        package = 1
+    # where some package is only partly used, count on no fast link
+    package = math.gcd(ranks, machine.ranks_per_package)
     return replace(machine, ranks_per_node=ranks, ranks_per_package=package)
 
 
@@ -224,9 +218,7 @@ def rings_leaving_node(machine: Machine, world_size: int, ranks: int, stride: in
 
 
 @lru_cache(maxsize=1024)
-def ring_links(
-    machine: Machine, world_size: int, ranks: int, stride: int
-) -> tuple[float, float, float]:
+def ring_links(machine: Machine, world_size: int, ranks: int, stride: int) -> tuple[float, ...]:
     """Return which share of all hops in the rings of `ring_neighbours` goes over each of LINKS."""
     rank, following = ring_neighbours(world_size, ranks, stride)
     package, node = (
@@ -300,9 +292,6 @@ def measure(args: argparse.Namespace, run: Any, ranks: mesh.Ranks, device: torch
     )
     known = {"like": args.machine} | asdict(machine)
     Path(path).write_text(json.dumps(known, indent=2) + "\n")
-    for key, (rate, launch, hop) in links.items():
-        latency = f"{1e6 * launch:.0f} us, {1e6 * hop:.0f} us a hop"
-        print(f"{key:24} {rate / 1e9:.4g} GB/s, {latency}")
     print(f"written to {path}: use --machine {path}; what was not measured is {like.name}'s")
 
 
@@ -355,10 +344,9 @@ def measure_steps(model: str, run: Any, device: torch.device) -> dict[str, Any]:
     encoders = []
     for mode in ("ddp", "full_shard"):
         with mock.patch.object(mesh, "build_mesh", return_value=alone):
-            first, deep_encoder, deep_decoder = (
-                time_step(model, depths, mode, run, device)
-                for depths in ((1, 1), (1 + MORE, 1), (1, 1 + MORE))
-            )
+            first = time_step(model, (1, 1), mode, run, device)
+            deep_encoder = time_step(model, (1 + MORE, 1), mode, run, device)
+            deep_decoder = time_step(model, (1, 1 + MORE), mode, run, device)
         encoder = (deep_encoder - first) / MORE
         decoder = (deep_decoder - first) / MORE
         measured = {"root": first - encoder - decoder, "encoder": encoder, "decoder": decoder}
@@ -441,12 +429,11 @@ def measure_links(ranks: mesh.Ranks, device: torch.device, like: Machine) -> dic
         # where noise hides the difference, the larger one bounds it
         byte = max((long - short) / (many - few), 0.5 * long / many)
         # groups of one size do not tell a launch from hops: their ratio is that of `like`
-        known = like.link_speed(level, kind)
-        latency = known.launch_seconds + hop_count(kind, size) * known.hop_seconds
+        _, launch, hop = like.link_speed(level, kind)
+        latency = launch + hop_count(kind, size) * hop
         factor = max(0.0, short - byte * few) / latency
         # all ranks of a node send over the network at the same time, each in another group
         together = local if level == "network" else 1
-        _, launch, hop = known
         found[f"{level} {kind}"] = LinkSpeed(together / byte, factor * launch, factor * hop)
     return found
 

@@ -126,8 +126,7 @@ def find_classes(train: Any, test: Any) -> tuple[list[str], Tensor, Tensor]:
         raise ValueError(f"{what}: give a folder with one folder of images per class")
     unknown = sorted({*of_test} - {*names})
     if unknown:
-        some = ", ".join(unknown[:5])
-        raise ValueError(f"{test.root} has classes that {train.root} does not have: {some}")
+        raise ValueError(f"{test.root} has classes that {train.root} lacks: {unknown[:5]}")
     roots = [os.path.realpath(files.root) for files in (train, test)]
     same = os.path.commonpath(roots) in roots
     if not same and data.fingerprint(train) == data.fingerprint(test):  # names and sizes
@@ -230,7 +229,6 @@ LARGEST_BATCH = 16384
 EPOCHS = 90
 SAMPLES = 2**21  # training sees at least so many images: 90 epochs of 1,000 are far too few
 WARMUP_SHARE = 1 / 9  # share of the steps: 10 of 90 epochs
-LARS_MOMENTUM = 0.9
 LARS_TRUST = 0.001
 
 
@@ -266,7 +264,7 @@ def train_linear(
     nn.init.zeros_(linear.bias)
     model = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), linear)
     model.to(features.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=LARS_MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak_lr, momentum=0.9)
     labels = labels.to(features.device)
     steps = epochs * epoch_steps
     warmup = int(WARMUP_SHARE * steps)
@@ -305,7 +303,6 @@ def score(args: argparse.Namespace) -> None:
     test = data.scan(args.test) if args.test else train
     classes, train_labels, test_labels = find_classes(train, test)
     print(f"{len(train)} images of {len(classes)} classes: {', '.join(classes[:5])}, ...")
-
     device = mesh.pick_device(args.device, mesh.read_ranks({}))
     models: list[Any] = [build_model(pretrained, device, args.img_size)]
     for seed in range(args.seeds):
@@ -317,7 +314,6 @@ def score(args: argparse.Namespace) -> None:
     if args.test:
         test_features, indices = encode_all(args, pretrained.stats, models, test)
     test_labels = test_labels[indices]
-
     scores: list[dict[str, Any]] = []
     for seed in range(args.seeds):
         for source, i in ("trained", 0), ("random weights", 1 + seed), ("raw pixels", -1):
@@ -471,7 +467,6 @@ def draw_panels(
     interpolation = interpolate(target, removed, patch)
     filled = unpatchify(prediction, patch)
     shown = to_rgb(torch.stack([original, interpolation, filled], dim=1), pretrained.stats)
-
     hole = unpatchify(removed[..., None].expand(-1, -1, patch**2), patch)[:, None] > 0
     grey = torch.full_like(shown[:, :1], 0.5)
     columns = torch.cat([shown[:, :1], grey, shown[:, 1:]], dim=1)  # (B, 4, 3, H, W)
@@ -577,9 +572,7 @@ def build_parser() -> argparse.ArgumentParser:
         seeds = "average over N seeds: of split, random weights, training (default 1)"
         add("--seeds", type=positive, default=1, metavar="N", help=seeds)
         cores = min(16, mesh.process_cores() - 1)
-        add(
-            "--workers", type=int, default=cores, metavar="N", help="loader processes (%(default)s)"
-        )
+        add("--workers", type=int, default=cores, metavar="N", help="processes that read images")
         add("--out", default="probe", metavar="DIR", help="for the scores (probe)")
         if name == "knn":
             add("--k", type=positive, default=20, help="neighbours that vote (default 20)")

@@ -210,7 +210,7 @@ def test_what_is_wrong_is_one_sentence(run, tmp_path, capsys):
     state = {"flags": {"model": "nano", "channels": 5, "img_size": 32}}
     torch.save({"model": {}, "step": 0, "run_state": state}, tmp_path / "begun.pth")
     for path, changed, words in (
-        (run[0], ["--test", more], "does not have: else"),
+        (run[0], ["--test", more], "lacks: ['else']"),
         (run[0], ["--test", tmp_path / "nowhere"], "nowhere"),
         (tmp_path / "begun.pth", ["--split", 0.5], "mean and deviation of its 5 channels"),
         (run[0], ["--test", TILES / "train"], "is trained"),
