@@ -4,11 +4,12 @@ import io
 import shutil
 import zlib
 from collections import namedtuple
-from functools import partial
 
 import numpy as np
+import torch
 from conftest import ROOT
 from PIL import Image
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as v2
 
 import data
@@ -35,32 +36,31 @@ def saved(kind, image, **options):
     return file.getvalue()
 
 
+def saved_array(array):
+    """Return the bytes of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 # all there is to know of one sample that was read: its masking order, the CRC of its pixels
 Row = namedtuple("Row", "position step path order pixels")
-Sample = namedtuple("Sample", "image noise image_id bad")  # of one image
 
 
-def dataset_of(files, img_size, patches, seed, global_batch, **options):
-    """Build the data set of data.build_loader alone."""
+def dataset_of(files, img_size, global_batch, seed=0, **options):
+    """Build the data set of data.build_loader alone, for 16 patches."""
     order = data.ImageOrder(len(files), global_batch, seed)
-    return data.Images(files, order, img_size, patches, **options)
-
-
-def sample_at(dataset, position):
-    """Read the sample at a position of the stream."""
-    image, noise, image_ids, bad = dataset[position]
-    return Sample(image, noise, image_ids[0], bad)
+    return data.Images(files, order, img_size, 16, **options)
 
 
 def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **options):
     """List what all ranks read, sorted by position."""
-    given = {"img_size": 32, "patches": 16, "seed": 0} | options
-    build = partial(data.build_loader, files, global_batch=global_batch, steps=steps, **given)
+    options = {"img_size": 32, "patches": 16, "seed": 0, "world_size": ranks} | options
+    options |= {"global_batch": global_batch, "steps": steps}
+    options["micro_batch_size"] = global_batch // (ranks * accum)
     rows = []
     for rank in range(ranks):
-        loader = build(
-            micro_batch_size=global_batch // (ranks * accum), rank=rank, world_size=ranks
-        )
+        loader = data.build_loader(files, rank=rank, **options)
         places = list(loader.batch_sampler)
         batches = list(loader)
         assert len(places) == len(batches) == len(steps) * accum
@@ -69,20 +69,26 @@ def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **option
             for position, image, noise, image_id in samples:
                 order = tuple(noise.argsort().tolist())
                 pixels = zlib.crc32(image.numpy())
-                path = files.path(image_id)
-                rows.append(Row(position, steps[i // accum], path, order, pixels))
+                rows.append(Row(position, steps[i // accum], files.path(image_id), order, pixels))
     return sorted(rows)
 
 
-def by_torchvision(pixels, seed, position, side, reduce=1):
-    """Make with torchvision what an image (C, H, W) must become at a position of the stream.
+def by_torchvision(pixels, seed, position, side, scales=(1,)):
+    """Make with torchvision what an image (C, H, W) becomes at a position -> its noise, pixels.
 
-    The crop of an image that is decoded at 1/reduce has its edges at multiples of `reduce`.
+    It is decoded at the smallest of the scales 1/n at which the crop has the target's pixels; the
+    edges of the crop are then multiples of n.
     """
-    size = pixels.shape[:0:-1]  # width, height
-    _, flip, (top, left, height, width) = data.draw_augmentation(seed, position, 16, *size)
+    word = int(np.random.SeedSequence((seed, position)).generate_state(1)[0])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(word)
+        noise = torch.randperm(16).float()
+        flip = torch.rand(()) < 0.5
+        crop = RandomResizedCrop.get_params(pixels, [0.2, 1.0], [3 / 4, 4 / 3])
+    top, left, height, width = crop
+    n = max(scale for scale in scales if scale == 1 or min(height, width) >= scale * side)
     edges = (top, left, top + height, left + width)
-    top, left, bottom, right = (reduce * round(n / reduce) for n in edges)
-    crop = pixels[:, top:bottom, left:right]
-    crop = v2.resize(crop, [side, side], v2.InterpolationMode.BICUBIC)
-    return (v2.horizontal_flip(crop) if flip else crop).contiguous()
+    top, left, bottom, right = (n * round(edge / n) for edge in edges)
+    part = pixels[:, top:bottom, left:right]
+    part = v2.resize(part, [side, side], v2.InterpolationMode.BICUBIC)
+    return noise, (v2.horizontal_flip(part) if flip else part).contiguous()
