@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -34,35 +34,30 @@ from benchmarks import timing
 
 SIDE = 224
 BATCH = 32
-PATCHES = 196
 SMALLEST = 110  # sides of the generated images, pixels
 LARGEST = 2300
 BICUBIC = transforms.InterpolationMode.BICUBIC
 
 
-def picture(generator: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Draw something between a photograph and noise: shapes, finer ones, a little grain."""
-    total = np.zeros((height, width, 3), np.float32)
-    for cells, weight in ((6, 90), (40, 40), (200, 18)):
-        coarse = generator.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
-        big = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-        total += (np.asarray(big, np.float32) - 128) * (weight / 128)
-    grain = generator.integers(-6, 7, (height, width, 1), dtype=np.int8)
-    return Image.fromarray(np.clip(total + 128 + grain, 0, 255).astype(np.uint8))
-
-
 def make_tree(root: Path, images: int) -> None:
-    """Write so many JPEGs in 51 classes two and three levels deep, as Million-AID has them.
+    """Write so many JPEGs in 51 classes, two and three levels deep as in Million-AID.
 
-    Sides are spread evenly in their logarithm; nobody says how those of Million-AID are.
+    Sides are spread evenly in their logarithm; a picture has shapes, finer ones, a little grain.
     """
     for i in range(images):
         generator = np.random.default_rng(i)
         leaf = i % 51
         folder = root / f"area_{leaf % 8}" / (f"part_{leaf % 14}" if leaf % 4 else "") / f"c{leaf}"
         folder.mkdir(parents=True, exist_ok=True)
-        width, height = (int(SMALLEST * (LARGEST / SMALLEST) ** x) for x in generator.random(2))
-        picture(generator, width, height).save(folder / f"P{i:07}.jpg", quality=90)
+        width, height = (SMALLEST * (LARGEST / SMALLEST) ** generator.random(2)).astype(int)
+        total = np.zeros((height, width, 3), np.float32)
+        for cells, weight in ((6, 90), (40, 40), (200, 18)):
+            coarse = generator.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
+            big = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+            total += (np.asarray(big, np.float32) - 128) * (weight / 128)
+        grain = generator.integers(-6, 7, (height, width, 1), dtype=np.int8)
+        pixels = (total + 128 + grain).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"P{i:07}.jpg", quality=90)
 
 
 # --- Loaders, each called with workers, steps and seed
@@ -70,21 +65,18 @@ def make_tree(root: Path, images: int) -> None:
 
 def ours(root: str, exact: bool, workers: int, steps: int, seed: int) -> Iterable[Any]:
     """Load a tree or a pack by data.py."""
-    return data.build_loader(
-        data.scan(root),
-        img_size=SIDE,
-        patches=PATCHES,
-        seed=seed,
-        global_batch=BATCH,
-        micro_batch_size=BATCH,
-        steps=range(steps),
-        workers=workers,
-        exact=exact,
-    )
+    sizes: Any = {
+        "img_size": SIDE,
+        "patches": 196,
+        "global_batch": BATCH,
+        "micro_batch_size": BATCH,
+    }
+    options: Any = {"seed": seed, "steps": range(steps), "workers": workers, "exact": exact}
+    return data.build_loader(data.scan(root), **sizes, **options)
 
 
 def image_folder(root: str, workers: int, steps: int, seed: int) -> Iterable[Any]:
-    """Load by torchvision the images that `ours` reads, in its order."""
+    """Load by torchvision, with the transforms of MAE's recipe."""
     recipe = [
         transforms.RandomResizedCrop(SIDE, scale=(0.2, 1.0), interpolation=BICUBIC),
         transforms.RandomHorizontalFlip(),
@@ -92,57 +84,49 @@ def image_folder(root: str, workers: int, steps: int, seed: int) -> Iterable[Any
         transforms.Normalize(data.IMAGENET.mean, data.IMAGENET.std),
     ]
     dataset = ImageFolder(root, transforms.Compose(recipe))
-    files = data.scan(root)
     where = {path: i for i, (path, _) in enumerate(dataset.samples)}
-    order = data.ImageOrder(len(files), BATCH, seed)
-    wanted = [where[files.path(order.image_at(position))] for position in range(steps * BATCH)]
+    wanted = [where[path] for path in paths(root, steps, seed)]
     return plain_loader(Subset(dataset, wanted), workers)
 
 
 def drafted(root: str, workers: int, steps: int, seed: int) -> Iterable[Any]:
-    """Load by Pillow's draft mode and torchvision the images that `ours` reads, in its order."""
+    """Load by Pillow's draft mode and torchvision."""
+    return plain_loader(DraftedImages(paths(root, steps, seed)), workers)
+
+
+def paths(root: str, steps: int, seed: int) -> list[str]:
+    """List the images that `ours` reads, in its order."""
     files = data.scan(root)
     order = data.ImageOrder(len(files), BATCH, seed)
-    wanted = [files.path(order.image_at(position)) for position in range(steps * BATCH)]
-    return plain_loader(DraftedImages(wanted), workers)
+    return [files.path(order.image_at(position)) for position in range(steps * BATCH)]
 
 
-class DraftedImages(Dataset[Tensor]):
+@dataclass
+class DraftedImages(Dataset[Any]):
     """JPEGs, decoded at the smallest scale that a crop allows, cut out, resized and flipped."""
 
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
+    paths: list[str]
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Any:
         image = Image.open(self.paths[index])
         crop = transforms.RandomResizedCrop.get_params(image, (0.2, 1.0), (3 / 4, 4 / 3))
-        _, _, height, width = crop
-        scale = 1
-        while scale < 8 and min(height, width) >= 2 * scale * SIDE:
-            scale *= 2
+        scale = max(n for n in (1, 2, 4, 8) if n == 1 or min(crop[2:]) >= n * SIDE)
         image.draft("RGB", (image.width // scale, image.height // scale))
         part = functional.crop(image, *[pixels // scale for pixels in crop])
         pixels = functional.pil_to_tensor(part)
         pixels = functional.resize(pixels, [SIDE, SIDE], BICUBIC, antialias=True)
-        if torch.rand(()) < 0.5:
-            pixels = functional.horizontal_flip(pixels)
-        return pixels
+        return functional.horizontal_flip(pixels) if torch.rand(()) < 0.5 else pixels
 
 
 def plain_loader(dataset: Dataset[Any], workers: int) -> Iterable[Any]:
     """Make a DataLoader whose workers start and read ahead as those of data.py do."""
-    if workers == 0:
-        return DataLoader(dataset, BATCH)
-    return DataLoader(
-        dataset,
-        BATCH,
-        num_workers=workers,
-        multiprocessing_context="forkserver",
-        prefetch_factor=data.PREFETCH,
-    )
+    options: Any = {}
+    if workers:
+        options = {"multiprocessing_context": "forkserver", "prefetch_factor": data.PREFETCH}
+    return DataLoader(dataset, BATCH, num_workers=workers, **options)
 
 
 def rate(loader: Iterable[Any], steps: int) -> float:

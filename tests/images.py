@@ -62,7 +62,9 @@ def stream(files, *, ranks=1, accum=1, global_batch=48, steps=range(6), **option
     for rank in range(ranks):
         loader = data.build_loader(files, rank=rank, **options)
         places = list(loader.batch_sampler)
+        before = torch.get_rng_state()
         batches = list(loader)
+        assert torch.equal(torch.get_rng_state(), before)
         assert len(places) == len(batches) == len(steps) * accum
         for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
             samples = zip(place, batch.image, batch.noise, batch.image_ids, strict=True)

@@ -77,28 +77,22 @@ TREES = {
     "sky_images": {"{i}.npy": (3, 0, 255, "uint8", 64)},  # (64, 64, 3)
 }
 
-PACK = "python prepare.py pack DIR PACK"
-ORTHO = "--data DIR --include '*_RGB.tif'"
-SAFE = "python prepare.py pack SAFE PACK --stack B02_10m,B03_10m,B04_10m,B08_10m,B11_20m"
-BANDS = "python prepare.py pack BIGEARTHNET PACK --stack B02,B03,B04,B08"
+PACK = "prepare.py pack DIR PACK"
+SAFE = "prepare.py pack SAFE PACK --stack B02_10m,B03_10m,B04_10m,B08_10m,B11_20m"
 # data set: (the page's command, or none; its other flags; flags of training)
 DATA_SETS = {
-    "bigearthnet": (BANDS, "", "--data PACK --channels 4"),
-    "safe": (SAFE, "", "--data PACK --channels 5"),
-    "landsat": (
-        "python prepare.py pack LANDSAT PACK --stack SR_B2,SR_B3,SR_B4",
-        "",
-        "--data PACK --channels 3",
-    ),
-    "naip": (PACK, "", "--data PACK --channels 4"),
-    "potsdam": ("", "", ORTHO),
-    "sen12ms": (PACK, "--include 's2_*'", "--data PACK --channels 13"),
-    "dfc": ("", "", "--data DIR --include rgb"),
-    "eurosat": (PACK, "", "--data PACK --channels 13"),
-    "enmap": (PACK, "", "--data PACK --channels 10"),
-    "loveda": ("", "", "--data DIR --exclude masks_png"),
-    "million_aid": ("", "", "--data DIR"),
-    "sky_images": (PACK, "", "--data PACK --channels 3"),
+    "bigearthnet": ("prepare.py pack BIGEARTHNET PACK --stack B02,B03,B04,B08", "", "--channels 4"),
+    "safe": (SAFE, "", "--channels 5"),
+    "landsat": ("prepare.py pack LANDSAT PACK --stack SR_B2,SR_B3,SR_B4", "", "--channels 3"),
+    "naip": (PACK, "", "--channels 4"),
+    "potsdam": ("", "", "--include '*_RGB.tif'"),
+    "sen12ms": (PACK, "--include 's2_*'", "--channels 13"),
+    "dfc": ("", "", "--include rgb"),
+    "eurosat": (PACK, "", "--channels 13"),
+    "enmap": (PACK, "", "--channels 10"),
+    "loveda": ("", "", "--exclude masks_png"),
+    "million_aid": ("", "", ""),
+    "sky_images": (PACK, "", "--channels 3"),
 }
 
 
@@ -141,15 +135,16 @@ def make_tree(name, root):
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_three_steps_by_the_commands_of_the_page(name, tmp_path, capsys):
     command, more, flags = DATA_SETS[name]
-    places = {"DIR": str(tmp_path / "raw"), "PACK": str(tmp_path / "pack")}
-    make_tree(name, tmp_path / "raw")
+    source = tmp_path / "raw"
+    make_tree(name, source)
     if command:
         assert command in PAGE
-        words = [*shlex.split(command)[5:], *shlex.split(more), "--workers", "1"]
-        assert prepare.main(["pack", *places.values(), *words]) == 0
+        words = [*shlex.split(command)[4:], *shlex.split(more), "--workers", "1"]
+        assert prepare.main(["pack", str(source), str(tmp_path / "pack"), *words]) == 0
+        source = tmp_path / "pack"
         said = capsys.readouterr().out
         assert f"{COUNT} images: " in said and "unreadable" not in said, said
-    given = [places.get(word, word) for word in shlex.split(flags)]
+    given = ["--data", str(source), *shlex.split(flags)]
     if not FULL and name not in DAILY:
         given += ["--run-mode", "io"]
     status = train_fsdp.main([*FLAGS, *given, "--out", str(tmp_path / "out")])
