@@ -41,6 +41,6 @@ def test_a_failing_disk_ends_it_with_a_sentence_and_a_bug_with_its_traceback(
     monkeypatch.setattr(f"data.{where}", Mock(side_effect=error))
     status, steps, end, said = read()
     assert (status, steps, end.get("reason")) == (1, [], None)
-    assert f"the data loader failed: {type(error).__name__}: " in said
+    assert f"the data loader failed: {type(error).__name__}: {error}" in said
     assert ("Traceback" in said) == isinstance(error, KeyError)
     assert not (tmp_path / "out" / "bad_images.csv").exists()
