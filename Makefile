@@ -69,7 +69,7 @@ SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 test-slurm: $(VENV)/dev.ok
 	@command -v apt-get >/dev/null || { echo "apt-get is missing: install slurmctld, slurmd, slurm-client and munge yourself, then make test" >&2; exit 1; }
 	dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || { $(SUDO) apt-get update && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SLURM_PACKAGES); }
-	TEST_ALL=1 $(BIN)/python -m pytest tests/test_slurm.py tests/test_network.py
+	TEST_ALL=1 $(BIN)/python -m pytest tests/test_slurm.py
 
 # One process, base and 1b: the parts of the studies that need no second device.
 GPU_OUT := examples/gpu

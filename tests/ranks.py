@@ -46,6 +46,7 @@ import train_fsdp
 import vit
 
 ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
 TILES = str(ROOT / "examples" / "tiles" / "train")
 # `--model nano` of `run_ranks`: a step takes half of what `tiny` takes; no width divides by 3
 NANO = vit.ViTConfig(40, 2, 84, 4, 8, decoder_width=28, decoder_depth=2, decoder_heads=2)
@@ -120,23 +121,16 @@ def processes_of(group: int) -> list[str]:
 
 def single_environment() -> dict[str, str]:
     """The caller's without a surrounding Slurm or torchrun; the scripts can be imported."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    launchers = ("SLURM_", "TORCHELASTIC")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers) and k not in names}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun would set."""
-    return single_environment() | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (rank, world, rank, world, "127.0.0.1", port)
+    return single_environment() | dict(zip(names, map(str, values), strict=True))
 
 
 def python(*argv: object, cwd: Path = ROOT, seconds: float = 240, alone: bool = False) -> str:
@@ -168,28 +162,23 @@ def run_ranks(world: int, runs: list[Run], folder: Path, timeout: float = 600) -
 def on_ranks(world: int, function: Callable[[], Any], folder: Path, timeout: float = 300) -> list:
     """What `function`, of a module in this folder, returns on each of `world` gloo ranks.
 
-    They find `folder` as FOLDER in their environment.
+    They find `folder` as FOLDER in their environment. RuntimeError with what they printed if they
+    fail.
     """
-    start_ranks(world, partial(_call, function, folder), folder, free_port(), timeout)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
-
-
-def start_ranks(
-    world: int, work: Callable[[], None], folder: Path, port: int, timeout: float
-) -> None:
-    """`work()` as ranks 0, 1, ...; RuntimeError with what they printed if they fail."""
     folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
     processes = []
     for rank in range(world):
-        given = environment(rank, world, port), folder / f"rank{rank}.txt", work
-        processes.append(fork_server().Process(target=_become, args=given))
+        output = folder / f"rank{rank}.txt"
+        given = environment(rank, world, port), output, partial(_call, function, folder)
+        processes.append(fork_server().Process(target=become, args=given))
         processes[-1].start()
     deadline = time.monotonic() + timeout
     try:
         while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
             if any(p.exitcode for p in processes):
                 deadline = min(deadline, time.monotonic() + 2)  # let the others print
-            time.sleep(0.05)
+            time.sleep(0.02)
         failed = [r for r, p in enumerate(processes) if p.exitcode != 0]
         if failed:
             texts = [(folder / f"rank{r}.txt").read_text() for r in failed]
@@ -200,6 +189,7 @@ def start_ranks(
             if p.is_alive():
                 os.killpg(p.pid, signal.SIGKILL)
             p.join()
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
 def fork_server() -> Any:
@@ -228,7 +218,7 @@ def do_nothing() -> None:
     """Stand in the place of gc.freeze and gc.unfreeze."""
 
 
-def _become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
+def become(environ: dict[str, str], output: Path, work: Callable[[], None]) -> None:
     """A rank as if a launcher had started it: its environment, its output, its process group."""
     os.setsid()
     with open(output, "w") as file:
@@ -248,13 +238,8 @@ def _all_runs(runs: list[Run], folder: Path) -> list[Result]:
 
 def run_script(argv: list[str]) -> None:
     """What `python argv...` does."""
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        sys.modules.pop(argv[1], None)  # preloaded by the fork server
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def join() -> int:
@@ -307,8 +292,7 @@ def status_of(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return leave.code
 
 
-# --------------------------------------------------------------------------------------------- #
-# Inside a rank
+# --- Inside a rank
 
 
 def full_parameters(model):

@@ -65,7 +65,6 @@ def check_section(section: str, run) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("number", SECTIONS.keys() - {OF_THE_DEMO})
 def test_a_section_prints_what_it_shows(number, tmp_path):
     env = clone(tmp_path)
@@ -80,7 +79,6 @@ def test_a_section_prints_what_it_shows(number, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.minutes
 def test_first_hour(tmp_path):
     """README's first hour prints what it shows; so does the section on the demo it has trained."""

@@ -1,8 +1,9 @@
-"""Other launches than a plain srun or torchrun: restarts, salloc's shell, an OUT not shared."""
+"""Launches by torchrun and Slurm: restarts, the shell of a job, nodes that are not alike."""
 
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from conftest import ROOT
 from ranks import free_port, join, on_ranks, read_log, single_environment
 
 import checkpoint
+import data
 import mesh
+import prepare
+import run
 
 CPU = torch.device("cpu")
 
@@ -46,8 +50,6 @@ def test_an_attempt_meets_nothing_of_the_one_before(tmp_path):
 TROUBLED = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import torch
-torch.set_num_threads(1)
 import train_fsdp
 step = train_fsdp.train_step
 
@@ -72,35 +74,25 @@ FLAGS = (
 ).split()
 
 
-def torchrun(folder: Path, *flags: str) -> subprocess.Popen:
-    """Two ranks together, of the script that meets trouble."""
-    script = folder / "troubled.py"
-    script.write_text(TROUBLED)
-    env = single_environment() | {"TROUBLE": str(folder / "trouble"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *FLAGS]
-    output = open(folder / "output", "ab")  # noqa: SIM115
-    command += ["--out", str(folder / "out")]
-    return subprocess.Popen(command, env=env, stdout=output, stderr=output, cwd=ROOT)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("nodes", "trouble"), [(1, ["crash.0.5"]), (2, ["crash.1.3", "hang.0.6", "crash.0.9"])]
-)
-def test_a_run_that_torchrun_restarts_is_one_run(nodes, trouble, tmp_path):
+def test_a_run_that_torchrun_restarts_is_one_run(tmp_path):
+    """Two launchers, as on two nodes, of a rank each."""
+    script = tmp_path / "troubled.py"
+    script.write_text(TROUBLED)
     (tmp_path / "trouble").mkdir()
-    for name in trouble:
+    for name in ("crash.1.3", "hang.0.6", "crash.0.9"):
         (tmp_path / "trouble" / name).touch()
-    if nodes == 1:
-        where = [["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]]
-    else:
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-        meet += ["--rdzv-id", "mae", "--local-addr", "127.0.0.1", "--nnodes", "2"]
-        where = [[*meet, "--nproc-per-node", "1"]] * 2
-    agents = [torchrun(tmp_path, "--max-restarts", "3", *flags) for flags in where]
-    statuses = [agent.wait(timeout=500) for agent in agents]
-    output = (tmp_path / "output").read_text()
-    assert not any(statuses) and (tmp_path / "out" / "done").exists(), output[-3000:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    command += ["--rdzv-id", "mae", "--local-addr", "127.0.0.1", "--nnodes", "2"]
+    command += ["--nproc-per-node", "1", str(script), *FLAGS, "--out", str(tmp_path / "out")]
+    env = single_environment() | {"TROUBLE": str(tmp_path / "trouble")}
+    with open(tmp_path / "output", "ab") as output:
+        given = {"env": env, "stdout": output, "stderr": output, "cwd": ROOT}
+        agents = [subprocess.Popen(command, **given) for _ in range(2)]
+        statuses = [agent.wait(timeout=500) for agent in agents]
+    printed = (tmp_path / "output").read_text()
+    assert not any(statuses) and (tmp_path / "out" / "done").exists(), printed[-3000:]
     _, steps, end = read_log(tmp_path / "out" / "log.jsonl")
     assert end["reason"] == "done" and steps[-1]["step"] == 12
 
@@ -121,9 +113,8 @@ SPECIAL = [str(2**32 - number) for number in (3, 4, 5, 6)]  # pending, external,
 @pytest.mark.parametrize("step", SPECIAL)
 def test_a_shell_of_a_job_is_no_task_of_srun(step):
     shell = SHELL | {"SLURM_STEP_ID": step, "SLURM_JOB_NUM_NODES": "1"}
-    for one in ({"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}, {"SLURM_TASKS_PER_NODE": "1"}):
-        ranks = mesh.read_ranks(shell | one)
-        assert (ranks.world_size, ranks.launcher, ranks.rendezvous) == (1, "single", {})
+    ranks = mesh.read_ranks(shell | {"SLURM_TASKS_PER_NODE": "1"})
+    assert (ranks.world_size, ranks.launcher, ranks.rendezvous) == (1, "single", {})
     for several in ({"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "2"}):
         with pytest.raises(RuntimeError, match=r"type `srun python`, .* `srun -n1 python`"):
             mesh.read_ranks(shell | several)
@@ -132,35 +123,59 @@ def test_a_shell_of_a_job_is_no_task_of_srun(step):
     assert mesh.read_ranks(shell | {"SLURM_NTASKS": "4"} | torchrun).launcher == "torchrun"
 
 
-def test_one_task_of_srun_in_a_larger_job_is_one_process():
-    step = SHELL | {"SLURM_STEP_ID": "3", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    ranks = mesh.read_ranks(step | {"SLURM_JOB_NUM_NODES": "2"})
-    assert (ranks.rank, ranks.world_size) == (0, 1)
+# --- nodes that differ
+
+PLACES = {  # (local rank, ranks on the node) of four ranks
+    "even": ((0, 2), (1, 2), (0, 2), (1, 2)),
+    "one node": ((0, 4), (1, 4), (2, 4), (3, 4)),
+    "uneven": ((0, 2), (1, 2), (0, 1), (0, 1)),
+    "round robin": ((0, 2), (0, 2), (1, 2), (1, 2)),
+}
 
 
-# --- an OUT that the nodes do not share
-
-
-def save_each_to_its_own() -> str:
-    """On each of two ranks: a save to a folder of its own; what all of them are told."""
-    torch.set_num_threads(1)
-    ranks = mesh.read_ranks(os.environ)
-    mesh.init_ranks(ranks, CPU, timeout_minutes=1)
-    torch.manual_seed(0)
-    grid = mesh.build_mesh((1, 2), CPU)
-    model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=grid["shard"])
-    optimizer = torch.optim.AdamW(model.parameters())
-    own = Path(os.environ["FOLDER"], f"node{ranks.rank}")
+def said_of(function, *given) -> str:
+    """The error message of a call that all ranks make, or an empty text."""
     try:
-        checkpoint.save(own, 1, model, optimizer)
-    except OSError as error:
-        assert not checkpoint.list_checkpoints(own)
+        function(*given)
+    except (RuntimeError, OSError, run.Refused) as error:
         return str(error)
-    finally:
-        dist.barrier()
-    return "saved"
+    return ""
 
 
-def test_a_save_to_folders_that_are_not_shared_has_failed(tmp_path):
-    for told in on_ranks(2, save_each_to_its_own, tmp_path):
-        assert "save to a folder that all nodes share" in told
+def on_four_ranks() -> tuple[list[str], list[str], str]:
+    """What each rank says of PLACES, of packs of its own, and of a folder of its own."""
+    rank = join()
+    folder = Path(os.environ["FOLDER"])
+    places = []
+    for of_ranks in PLACES.values():
+        ranks = mesh.Ranks(rank, 4, *of_ranks[rank], "srun", {})
+        places.append(said_of(mesh.check_nodes, ranks))
+    packs = []
+    scan = data.scan
+    for own in ("new", "old" if rank == 1 else "new"):
+        data.scan = lambda path, *patterns, own=own: scan(str(folder / own), *patterns)
+        no_patterns = Namespace(include=None, exclude=None)
+        packs.append(said_of(run.find_images, no_patterns, str(folder / "new")))
+    torch.manual_seed(0)
+    grid = mesh.build_mesh((1, 4), CPU)
+    model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=grid["shard"])
+    own_out = folder / f"node{rank}"
+    saved = said_of(checkpoint.save, own_out, 1, model, torch.optim.AdamW(model.parameters()))
+    assert not checkpoint.list_checkpoints(own_out)
+    dist.barrier()
+    dist.destroy_process_group()
+    return places, packs, saved
+
+
+def test_nodes_that_differ_are_refused_by_all_ranks(tmp_path):
+    """In their number of ranks, in their copy of a pack, in what they see of OUT."""
+    tiles = str(ROOT / "examples" / "tiles" / "heldout")
+    for name, more in (("new", []), ("old", ["--exclude", "ice"])):
+        assert prepare.main(["pack", tiles, str(tmp_path / name), "--workers", "1", *more]) == 0
+    for places, (same, other), saved in on_ranks(4, on_four_ranks, tmp_path):
+        even, one, uneven, robin = places
+        assert even == one == same == ""
+        assert "from 1 to 2 ranks: start equally many on each node" in uneven
+        assert "not numbered node by node" in robin and "--distribution=block" in robin
+        assert "is not the pack that rank 0 sees: copy it again" in other
+        assert "save to a folder that all nodes share" in saved

@@ -13,34 +13,26 @@ from ranks import TINY_ARGV, status_of
 import run
 import train_fsdp
 
-BETAS = ("0.9", "0.9,1", "0.9,0.95,0.99", "a,b", "-0.1,0.9", "nan,0.9", "")
+BETAS = ("0.9", "0.9,1", "nan,0.9")
 # flags, and what the sentence has
 MISTYPED = {
     "--mode full_shard --group 2": "--group does not apply to --mode full_shard",
     "--mode ddp --fsdp 2": "--fsdp does not apply to --mode ddp",  # the default's value too
     "--mode full_shard --limit-all-gathers": "does not apply to --mode full_shard with --fsdp 2",
-    "--mode full_shard --prefetch backward_post": "prefetch backward_post",
-    "--mode full_shard --bucket-cap-mb 5": "--bucket-cap-mb does not apply",
     "--mode full_shard --cpu-offload": "but this run is on the CPU",
     "--group 2": "1 ranks cannot be split into shard groups of 2",
-    "--clip 0": "argument --clip: '0' is not a number from",
     "--mask-ratio 0": "--mask-ratio 0.0 removes no patch",
-    "--batch 8 --global-batch 64": "--global-batch: not allowed with argument --batch",
     "--lr 1e-3 --blr 1.5e-4": "--blr: not allowed with argument --lr",
-    "--steps 5 --epochs 1": "--epochs: not allowed with argument --steps",
     "--global-batch 9 --accum 2": "is not a multiple of 1 ranks x 2 accumulation steps",
     "--model giant": "--model giant: 'giant'; use tiny, base",
     "--model base:heads=7": "width 768 must be a multiple of 4 and of the number of heads (7)",
-    "--model base:depth": "--model base:depth: ",
     "--save-every 30h": "--save-every takes steps (500), minutes (30m) or none, not 30h",
     "--batch 0": "argument --batch: '0' is not a whole number from 1 up",
-    "--blr nan": "argument --blr: 'nan' is not a number",
     "--lr 0": "argument --lr: '0' is not a number",
     "--out=": "argument --out: '' is empty: is a shell variable unset?",
     "--ste 5": "unrecognized arguments: --ste 5",  # no abbreviations
     "--stats nothing.json": "there is no nothing.json: see --stats",
     "--data nowhere": "there is no folder nowhere: give --data",
-    "--eval-data nowhere": "there is no folder nowhere: give --eval-data",
 } | {f"--betas={betas}": "is not two numbers below 1" for betas in BETAS}
 
 
@@ -74,9 +66,9 @@ UNFIT = {
     "--batch 2 --warmup-steps 3 --steps 2": "--warmup-steps 3 is more than the 2 steps of the run",
     "--batch 2 --channels 4": "--channels 4 needs statistics: type `python prepare.py stats images",
     "--batch 2 --include nothing": "no images found in images",
-    "--batch 2 --include !*.jpg": "no images found in images",
-    "--batch 2 --resume nowhere": "nowhere: not a checkpoint",
+    "--batch 2 --resume nowhere": "nowhere: there is no such folder",
     "--batch 2 --resume images": "images",  # no checkpoint
+    "--batch 2 --out file/new": "Not a directory",
     "--batch 2 --out images/out": "--out images/out lies in --data images",
 }
 
@@ -84,6 +76,7 @@ UNFIT = {
 @pytest.mark.parametrize("line", UNFIT)
 def test_a_command_that_does_not_fit_its_images(line, tmp_path, capsys):
     copy_tiles(tmp_path / "images", 8)
+    (tmp_path / "file").touch()
     assert UNFIT[line] in refused([*TINY_ARGV, "--data", "images", *line.split()], capsys)
     assert not list(tmp_path.glob("out/step_*"))
 
@@ -102,8 +95,3 @@ def test_a_temporary_folder_too_long_for_sockets(monkeypatch, capsys):
     monkeypatch.setattr(run.tempfile, "gettempdir", lambda: "/long" * 20)
     flags = ["--data", f"{ROOT}/examples/tiles/train", "--workers", "1"]
     assert "TMPDIR /long" in refused([*TINY_ARGV, *flags], capsys)
-
-
-def test_tensorboard_that_is_not_installed(monkeypatch, capsys):
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
-    assert refused([*TINY_ARGV, "--tensorboard"], capsys).endswith("pip install it\n")

@@ -106,34 +106,15 @@ def losses(out: Path) -> list[float]:
     return [s["loss"] for s in steps]
 
 
-def alone(folder: Path, steps: int) -> list[float]:
-    """Losses of a single process."""
-    run = Run([*TRAIN, "--steps", str(steps)], params=False, to=str(folder))
-    run_ranks(1, [run], folder / "ranks")
-    return losses(folder)
-
-
 # --- through sbatch
-
-
-@slurm
-@pytest.mark.full
-def test_from_sbatch_to_a_finished_run(case, tmp_path):
-    flags = [*TRAIN, "--mode", "hybrid", "--group", "2", "--steps", "3"]
-    job = case.submit(*flags, TASKS_PER_NODE="2", CONDA_ENV="mae", PREFLIGHT="yes")
-    state, output = case.ended(job, 400)
-    assert state == "COMPLETED" and (case.out / "done").exists(), output
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert "module load rccl-net-plugin" in asked and asked[-1] == "conda activate mae"
-    assert "4 ranks on cpu, hybrid, mesh {'replicate': 2, 'shard': 2}" in output
-    assert losses(case.out) == pytest.approx(alone(tmp_path / "alone", 3), rel=1e-5)
 
 
 @slurm
 @pytest.mark.full
 def test_a_run_that_is_cut_is_one_run(case, tmp_path):
     """The signal of --signal, by scancel: the true one needs minutes of walltime."""
-    job = case.submit(*TRAIN, "--mode", "full_shard", "--steps", "60", TASKS_PER_NODE="1")
+    flags = [*TRAIN, "--mode", "hybrid", "--group", "2", "--steps", "60"]
+    job = case.submit(*flags, TASKS_PER_NODE="2", CONDA_ENV="mae", PREFLIGHT="yes")
     log = case.out / "log.jsonl"
     deadline = time.monotonic() + 270
     while not log.exists() or '"step": 2,' not in log.read_text():
@@ -142,10 +123,15 @@ def test_a_run_that_is_cut_is_one_run(case, tmp_path):
     case.rig.run("scancel", "--signal=USR1", str(job))
     state, output = case.ended(job, 300)
     assert state == "COMPLETED" and (case.out / "done").exists(), output
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert "module load rccl-net-plugin" in asked and asked[-1] == "conda activate mae"
+    assert "4 ranks on cpu, hybrid, mesh {'replicate': 2, 'shard': 2}" in output
     saved = [int(step) for step in re.findall(r"resumed \S+ at step (\d+)", output)]
     assert len(saved) == 1 and 0 < saved[0] < 60, output
     assert case.rig.job(job)["Restarts"] == "1" and output.count(": requeued") == 1
-    assert losses(case.out) == pytest.approx(alone(tmp_path / "uncut", 60), rel=1e-5)
+    alone = Run([*TRAIN, "--steps", "60"], params=False, to=str(tmp_path / "alone"))
+    run_ranks(1, [alone], tmp_path / "ranks")
+    assert losses(case.out) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 @slurm
@@ -160,18 +146,8 @@ def test_a_dead_rank_ends_the_job_though_the_others_wait(case):
 
 
 @slurm
-def test_a_refused_flag_ends_the_job_with_2(case):
-    """One process finds it, before any rank starts."""
-    job = case.submit(*TRAIN, "--mode", "sharded", PREFLIGHT="yes")
-    state, output = case.ended(job)
-    assert (state, case.rig.job(job)["ExitCode"]) == ("FAILED", "2:0")
-    assert output.count("plan.py: error: argument --mode: invalid choice: 'sharded'") == 1
-
-
-@slurm
-@pytest.mark.parametrize("trouble", [False, True])
-def test_an_environment_is_staged_to_the_nodes(case, tmp_path, trouble):
-    """An archive as conda-pack makes it. If it cannot be unpacked the run goes on without."""
+def test_an_environment_is_staged_to_the_nodes(case, tmp_path):
+    """An archive as conda-pack makes it."""
     case.stands_in(f"mkdir -p {case.out} && touch {case.out}/done")
     packed = tmp_path / "packed"
     disk = tmp_path / "nvme"
@@ -180,14 +156,12 @@ def test_an_environment_is_staged_to_the_nodes(case, tmp_path, trouble):
     (packed / "bin" / "conda-unpack").touch()
     tarball = tmp_path / "env.tar.gz"
     subprocess.run(["tar", "-czf", tarball, "-C", packed, "."], check=True)
-    if not trouble:
-        disk.mkdir()
+    disk.mkdir()
     job = case.submit(ENV_TARBALL=str(tarball), NVME_DIR=str(disk), TASKS_PER_NODE="1")
     state, output = case.ended(job)
     assert state == "COMPLETED", output
-    assert (f"by {disk}/env-{job}/bin/python" in output) != trouble
-    assert (f"warning: {tarball} was not staged to {disk}" in output) == trouble
-    assert not disk.exists() or not list(disk.iterdir())  # nothing is left there
+    assert f"by {disk}/env-{job}/bin/python" in output
+    assert not list(disk.iterdir())  # nothing is left there
 
 
 @slurm
@@ -207,21 +181,6 @@ def test_the_ranks_of_another_cluster(case, gpus):
         assert ("--device cuda" in flags) == (gpus > 0)
         assert len(own.split(",")) == max(1, gpus)
     assert ("warning: no GPU in this job" in output) == (gpus == 0)
-
-
-@slurm
-def test_the_ranks_have_their_address_though_sbatch_exports_a_list(case):
-    """As some sites ask for: srun hands the list on, and what the script sets would be lost."""
-    case.stands_in('echo "meets at <$MASTER_ADDR:$MASTER_PORT>, threads <$OMP_NUM_THREADS>"')
-    exported = "--export=PYTHON,PREFLIGHT,MASTER_PORT,MACHINE,TASKS_PER_NODE,AGAIN"
-    sbatch = ("-N2", "-c2", exported)
-    job = case.submit(
-        "--run", "syn", sbatch=sbatch, MACHINE="slurm", TASKS_PER_NODE="1", AGAIN="no"
-    )
-    state, output = case.ended(job)
-    assert state == "COMPLETED", output
-    addresses = re.findall(r"meets at <([^:>]+):(\d+)>, threads <\d+>", output)
-    assert len(addresses) == 2 and len({*addresses}) == 1, output
 
 
 # --- in a pretended job, whose srun starts one process
@@ -290,25 +249,16 @@ def test_two_rounds_without_progress_are_the_last(tmp_path):
     rounds = [pretend(tmp_path, {"AGAIN": "requeue"}) for _ in range(3)]
     assert [status for status, _ in rounds] == [0, 0, 1]
     assert "error: two rounds without a new checkpoint" in rounds[-1][1]
-    assert "train_fsdp.py" not in rounds[-1][1]
     status, _ = pretend(tmp_path, {"AGAIN": "requeue", "SLURM_JOB_ID": "8"})
     assert status == 0
 
 
-def test_srun_hands_everything_on_though_sbatch_exports_a_list(tmp_path):
-    given = {"SLURM_EXPORT_ENV": "PATH", "PREFLIGHT": "yes", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
+@pytest.mark.parametrize(("machine", "port"), [("slurm", 20007), ("frontier", 3442)])
+def test_all_ranks_meet_at_an_address_that_other_nodes_can_use(machine, port, tmp_path):
+    """Many systems give their own name to 127.0.1.1. Sbatch may export a list, srun all."""
+    local = '() { if [ "$1" = -i ]; then echo 127.0.1.1; else echo "10.1.2.3 10.9.9.9"; fi; }'
+    given = {"MACHINE": machine, "BASH_FUNC_hostname%%": local, "PREFLIGHT": "yes"}
+    given |= {"SLURM_EXPORT_ENV": "PATH", "SLURM_TRES_PER_TASK": "gres/gpu:1"}
     _, output = pretend(tmp_path, given)
-    assert "GPUs by variable: none" in output
-    assert output.count(", exports all, at ") == 2  # the dry run, the ranks
-
-
-@pytest.mark.parametrize(
-    ("names", "address"), [("10.1.2.3 10.9.9.9 fe80::1", "10.1.2.3"), ("::1", "node7")]
-)
-def test_an_address_that_other_nodes_can_use(names, address, tmp_path):
-    """Many systems give their own name to 127.0.1.1; without an IPv4 address the name is left."""
-    local = f'() {{ if [ "$1" = -i ]; then echo 127.0.1.1; else echo "{names}"; fi; }}'
-    named = {"BASH_FUNC_hostname%%": local, "BASH_FUNC_uname%%": "() { echo node7; }"}
-    for machine, port, net in (("slurm", "20007", "unset"), ("frontier", "3442", "Socket")):
-        _, output = pretend(tmp_path, named | {"MACHINE": machine})
-        assert f", at {address}:{port}, NCCL_NET {net}\n" in output
+    assert machine == "frontier" or "GPUs by variable: none" in output  # they would contradict srun
+    assert output.count(f", exports all, at 10.1.2.3:{port}") == 2, output  # dry run, ranks

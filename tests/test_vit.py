@@ -70,19 +70,13 @@ def test_flops_agree_with_torchs_counter(name):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"width 48 must be a multiple of .*\(5\)"):
-        vit.ViTConfig(48, 2, 96, 5, 4)
-    with pytest.raises(ValueError, match=r"width 512 must be a multiple of .*\(7\)"):
-        vit.ViTConfig(48, 2, 96, 4, 4, decoder_heads=7)
     with pytest.raises(ValueError, match="not a multiple of the patch size 14"):
         vit.ViTMAE(vit.MODELS["huge"], 220)
     with pytest.raises(ValueError, match=r"of shape .*24, 24\), not .*28, 28"):
         small()(torch.zeros(1, 3, 28, 28))
-    for ratio in (1.0, -0.1):
-        with pytest.raises(ValueError, match=f"mask ratio {ratio} must be at least 0 and below 1"):
+    for ratio in (1.0, -0.1, 0.99):
+        with pytest.raises(ValueError, match=f"mask ratio {ratio} "):
             vit.count_visible(16, ratio)
-    with pytest.raises(ValueError, match=r"mask ratio 0.99 leaves none of the 16 patches visible"):
-        vit.count_visible(16, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -98,24 +92,6 @@ def test_the_smallest_noise_stays_visible():
     keep, mask = vit.random_masking(noise, 0.5)
     assert keep.tolist() == [[1, 3], [2, 0]]
     assert mask.tolist() == [[1, 0, 1, 0], [0, 1, 0, 1]] and mask.dtype == torch.float32
-    with pytest.raises(ValueError, match="patches visible"):
-        vit.random_masking(noise, 0.9)
-
-
-def test_a_size_is_a_row_or_one_with_changes():
-    assert vit.model_config("base", 5) == replace(vit.MODELS["base"], channels=5)
-    changed = replace(vit.MODELS["tiny"], depth=6, gated_mlp=True)
-    assert vit.model_config("tiny:depth=6,gated_mlp=1") == changed
-    for text in (
-        "large",
-        "base:size=3",
-        "base:depth=x",
-        "base:depth=0",
-        "base:heads=7",
-        "base:depth",
-    ):
-        with pytest.raises(ValueError, match=f"--model {text}: "):
-            vit.model_config(text)
 
 
 def test_loss_is_fp32_under_autocast_and_the_mean_of_the_images_losses():
@@ -149,18 +125,13 @@ def test_initial_values_do_not_depend_on_device_or_order():
     again = vit.initial_value(config, "blocks.0.attn.qkv.weight", torch.Size([576, 192]), 6)
     assert not torch.equal(again, model.blocks[0].attn.qkv.weight)
     assert not torch.equal(model.blocks[0].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
-    with pytest.raises(KeyError, match="gamma"):
-        vit.initial_value(config, "blocks.0.ls1.gamma", torch.Size([192]))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_initial_values_follow_the_release(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
+def test_initial_values_follow_the_release():
     config = vit.MODELS["tiny"]
     for name, shaped in on_meta(config, 32).named_parameters():
-        p = vit.initial_value(config, name, shaped.shape, device=device)
-        assert p.device.type == device and p.shape == shaped.shape
+        p = vit.initial_value(config, name, shaped.shape)
+        assert p.shape == shaped.shape
         if name in ("cls_token", "mask_token"):
             assert 0.015 < p.std() < 0.025
         elif name == "patch_embed.proj.bias":  # nn.Conv2d's own: uniform within 1 / sqrt(3 x 8 x 8)

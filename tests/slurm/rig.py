@@ -65,8 +65,7 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        deadline = time.monotonic() + 20
-        while self.processes() and time.monotonic() < deadline:
+        while self.processes():
             for process in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -88,16 +87,13 @@ class Rig:
 
     def until(self, ready) -> None:
         """Wait until `ready()` is true; RuntimeError with the daemons' logs after a minute."""
-        deadline = time.monotonic() + 60
-        while True:
+        for _ in range(600):
             with contextlib.suppress(RuntimeError):  # the controller does not answer yet
                 if ready():
                     return
-            if time.monotonic() > deadline:
-                logs = [path.read_text() for path in self.root.glob("*.log")]
-                ends = [log[-1500:] for log in logs]
-                raise RuntimeError("\n".join(["Slurm did not come up", *ends]))
             time.sleep(0.1)
+        logs = [path.read_text()[-1500:] for path in self.root.glob("*.log")]
+        raise RuntimeError("\n".join(["Slurm did not come up", *logs]))
 
     def write_files(self) -> None:
         """The configuration, the key and the pretended GPUs."""
