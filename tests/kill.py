@@ -80,15 +80,6 @@ def start(out: Path, world: int, flags: list[str]) -> list[subprocess.Popen]:
     return ranks
 
 
-def wait_for_a_step(out: Path, begin: int, ranks: list[subprocess.Popen]) -> None:
-    """Wait until the logs have more than `begin` steps, a rank has ended, or 90 s are over."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and all(p.poll() is None for p in ranks):
-        if len(all_steps(out)) > begin:
-            return
-        time.sleep(0.1)
-
-
 def processes_left(ranks: list[subprocess.Popen]) -> list[str]:
     """Wait until the ranks and their workers are gone; kill and return those that are not."""
     grace = time.monotonic() + 30  # loader workers end a moment after their rank
@@ -131,7 +122,9 @@ def one_round(out: Path, choose: random.Random) -> list[str]:
         time.sleep(choose.uniform(0.5, 8))
     else:
         moment = "training"
-        wait_for_a_step(out, begin, ranks)
+        deadline = time.monotonic() + 90
+        while len(all_steps(out)) <= begin and time.monotonic() < deadline:
+            time.sleep(0.1)
         time.sleep(choose.uniform(0, 3))
     name = choose.choice(["SIGKILL", "SIGKILL", "SIGTERM", "SIGUSR1"])
     hit = choose.choice([ranks, [choose.choice(ranks)]])

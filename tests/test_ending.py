@@ -12,10 +12,11 @@ import pytest
 from checkpoints import names, steps
 from conftest import ROOT
 from kill import kill
-from ranks import Result, Run, files_limited, main_with_signals, run_ranks, status_of
+from ranks import Result, Run, run_ranks
 
 import checkpoint
 import run as run_module
+import train_fsdp
 
 TILES = ROOT / "examples" / "tiles" / "train"
 BATCH = 8
@@ -86,7 +87,6 @@ ENDED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDED)
 def test_where_the_weights_are(name, ended):
     out, found = ended
@@ -104,7 +104,6 @@ def test_where_the_weights_are(name, ended):
     assert not status or the_error(result.errors)
 
 
-@pytest.mark.slow
 def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     """From its last good step, and no step is trained or counted twice."""
     out, found = ended
@@ -120,7 +119,6 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(ended):
     assert f"{out}/folder/done" in the_error(refused.errors)
 
 
-@pytest.mark.slow
 def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(ended):
     """Once: a warning. Twice in a row: all ranks end with 1."""
     out, found = ended
@@ -136,11 +134,6 @@ def test_failed_saves_keep_the_older_checkpoints_and_end_the_run_cleanly(ended):
 
 
 # --- one process
-
-
-def run(folder: Path, flags: str, received=()) -> int:
-    argv = [*ARGV, *flags.split(), "--out", str(folder)]
-    return main_with_signals(argv, received)
 
 
 class Clock:
@@ -159,23 +152,9 @@ class Clock:
 def test_saving_by_the_clock(tmp_path, monkeypatch):
     """A clock that runs a second whenever it is asked: 3 s are over in the fourth step."""
     monkeypatch.setattr(run_module, "time", Clock())
-    assert run(tmp_path, "--save-every 0.05m --steps 9 --keep 9") == 0
+    flags = ["--save-every", "0.05m", "--steps", "9", "--keep", "9", "--out", str(tmp_path)]
+    assert train_fsdp.main([*ARGV, *flags]) == 0
     assert names(tmp_path) == steps(4, 8, 9)
-
-
-def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert run(tmp_path / "file" / "new", "") == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("train_fsdp.py: error: ") and printed.count("\n") == 1
-    assert "Not a directory" in printed and str(tmp_path / "file" / "new") in printed
-
-
-def test_consolidate_leaves_no_partial_file(good, tmp_path, capsys):
-    with files_limited(20_000):
-        command = ["consolidate", str(good), str(tmp_path / "model.pth")]
-        assert status_of(checkpoint.main, command) == 1
-    assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.full
