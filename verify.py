@@ -268,6 +268,7 @@ class ScriptRun:
         random.seed()  # or all would draw what the process draws that they are forked from
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
+        gc.freeze = lambda: None  # type: ignore[assignment]  # would hide the script's modules
         sys.argv = [str(self.script), *self.words]
         sys.path[:1] = [str(self.script.parent), str(Path(__file__).resolve().parent)]
         Recorder(self.folder / "records", rank, begin, last)
@@ -311,9 +312,9 @@ class Differs(Exception):
 
 
 REPLICAS = "the ranks have different parameters: give all one seed, and change them alike"
-BUFFERS = "only buffers differ, such as BatchNorm's, which each rank computes from its own images"
+BUFFERS = "buffers differ, such as BatchNorm's, which each rank computes from its own images"
 EVALUATION = "the steps are the same until the first evaluation, which must change nothing"
-LOST = "no gradient: the optimizer was built before sharding, or a call went past the wrapper"
+LOST = "no gradient: the optimizer was not built right after sharding, or a call passed the wrapper"
 OF_EACH_RANK = "each rank has gradients of its own: they are not averaged, or changed afterwards"
 SUMMED = "the gradients are multiplied by the number of ranks: summed instead of averaged"
 DIVIDED = "the gradients are divided by the number of ranks once too often"
@@ -323,7 +324,7 @@ RESTART = "the steps are the same until the restart: not all was saved, or an ol
 def distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the distance of each element; none where both are the same or not a number."""
     alike = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(alike, 0.0, (one - other).abs().nan_to_num(1e30, 1e30))
+    return torch.where(alike, 0.0, (one - other).abs().double().nan_to_num(1e30, 1e30))
 
 
 def largest(value: Tensor) -> float:
@@ -370,7 +371,8 @@ class Comparison:
             raise Differs(f"parameter {other} before it (rank {at})", REPLICAS)
         if times > 1:
             raise Differs(f"parameter {name} before it (rank {rank})", "")
-        self._check_gradients(want["gradient"], [record["gradient"] for record in got])
+        pattern = BUFFERS if self._compare_buffers(want, got) else ""
+        self._check_gradients(want["gradient"], [record["gradient"] for record in got], pattern)
         for rank, record in enumerate(got):
             if record["settings"] != want["settings"]:
                 both = ", ".join(sorted(record["settings"] ^ want["settings"]))
@@ -385,19 +387,25 @@ class Comparison:
         if times > 1:
             apart = f"{times:.1e} times what rounding explains"
             raise Differs(f"change of {name}: {apart} (rank {rank})", "")
-        drift = max(map(largest, self.drift.values()))  # a teacher's parameters follow the others
-        known = {name: value for name, value in want["buffer"].items() if name in got[0]["buffer"]}
-        bounds = {name: self.tolerance * largest(value) + drift for name, value in known.items()}
-        times, name, rank = find_worst([record["buffer"] for record in got], known, bounds)
-        if times > 1:
-            raise Differs(f"buffer {name} (rank {rank})", BUFFERS)
+        buffer = self._compare_buffers(want, got)
+        if buffer:
+            raise Differs(buffer, BUFFERS)
 
-    def _check_gradients(self, want: Values, found: list[Values]) -> None:
+    def _compare_buffers(self, want: dict[str, Any], got: list[dict[str, Any]]) -> str:
+        """Name a buffer or frozen parameter that differs, if any."""
+        drift = max(map(largest, self.drift.values()))  # a teacher's parameters follow the others
+        found = [record["buffer"] for record in got]
+        known = {name: value for name, value in want["buffer"].items() if name in found[0]}
+        bounds = {name: self.tolerance * largest(value) + drift for name, value in known.items()}
+        times, name, rank = find_worst(found, known, bounds)
+        return f"buffer {name} (rank {rank})" if times > 1 else ""
+
+    def _check_gradients(self, want: Values, found: list[Values], pattern: str) -> None:
         allowed = max(self.tolerance * max(map(largest, want.values())), 1e-30)
         times, name, rank = find_worst(found, want, dict.fromkeys(want, allowed))
         if times > 1:
             what = f"gradient of {name}: {times * self.tolerance:.1e} of the largest (rank {rank})"
-            raise Differs(what, pattern_of(found, want, allowed))
+            raise Differs(what, pattern_of(found, want, allowed) or pattern)
         for name, value in want.items():
             if largest(value) > 0.01 * allowed and not any(each[name].any() for each in found):
                 raise Differs(f"gradient of {name}: there is none", LOST)

@@ -5,17 +5,19 @@ The scripts here are plain PyTorch, with a fault or without; each row is one of 
 
 import contextlib
 import io
+import math
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 from ranks import on_ranks, status_of
 
 import verify
 
 LOOP = """
-import sys, time, torch, torch.distributed as dist
+import gc, sys, time, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +29,8 @@ rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank if fault == "seeds" else 0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 model[0].register_buffer("seen", torch.zeros(()))
+if fault == "batch norm":
+    model[1] = nn.BatchNorm1d(8)
 early = torch.optim.AdamW(model.parameters(), lr=1e-2)
 plain = model
 if world > 1 and mode == "ddp":
@@ -40,6 +44,7 @@ elif world > 1 and mode in ("flat", "orig"):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if fault == "early":
     optimizer = early
+gc.freeze()  # as a trainer may, so that rows of FSDP1 find their modules nevertheless
 if fault == "rate":
     optimizer.param_groups[0]["lr"] *= world
 for step in range(6):
@@ -106,7 +111,7 @@ def run_verify(folder: Path, *argv: object) -> tuple[int, dict[str, str], str]:
     status, printed = on_ranks(1, partial(call_verify, command), folder / "verify", 500)[0]
     rows: dict[str, str] = {}
     for verdict in VERDICTS:
-        lines = [line.partition(f" {verdict} ") for line in printed.splitlines()]
+        lines = [line.partition(f"  {verdict} ") for line in printed.splitlines()]
         rows |= {row.strip(): verdict for row, found, _ in lines if found}
     return status, rows, printed
 
@@ -134,13 +139,26 @@ def test_sound_loops_are_the_same_and_faults_are_told(loop, rows):
     if "ddp:past" in rows:
         assert "ddp:past: each rank has gradients of its own" in printed
         assert "flat:early: no gradient" in printed
+    else:
+        assert "ddp:counts: buffers" in printed
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e-9, 0.0])
+def test_what_is_not_a_number_differs_more_than_any_bound_allows(bound):
+    for value in (math.nan, math.inf, -3e38):
+        found = [{"fc.weight": torch.tensor([0.0, value])}]
+        worst = verify.find_worst(found, {"fc.weight": torch.zeros(2)}, {"fc.weight": bound})
+        assert worst[0] > 1, value
 
 
 def test_a_script_that_takes_no_mode_runs_as_it_is(loop):
-    """All is the same: status 0, and nothing is left behind."""
+    """All is the same: status 0, and nothing is left behind; with BatchNorm, it is named."""
     status, rows, printed = run_verify(loop.parent, "--steps", 2, loop, "ddp:none")
     assert (status, rows) == (0, {"2 ranks": "same"}), printed
     assert "outputs" not in printed
+    status, rows, printed = run_verify(loop.parent, "--steps", 2, loop, "ddp:batch norm")
+    assert (status, rows) == (1, {"2 ranks": "differs"}), printed
+    assert "2 ranks: buffers differ, such as BatchNorm's" in printed
 
 
 @pytest.mark.parametrize(
