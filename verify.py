@@ -405,7 +405,7 @@ class Comparison:
         times, name, rank = find_worst(found, want, dict.fromkeys(want, allowed))
         if times > 1:
             what = f"gradient of {name}: {times * self.tolerance:.1e} of the largest (rank {rank})"
-            raise Differs(what, pattern_of(found, want, allowed) or pattern)
+            raise Differs(what, pattern_of(found, want, allowed, pattern))
         for name, value in want.items():
             if largest(value) > 0.01 * allowed and not any(each[name].any() for each in found):
                 raise Differs(f"gradient of {name}: there is none", LOST)
@@ -414,8 +414,8 @@ class Comparison:
         self.apart = max(self.apart, times * self.tolerance)
 
 
-def pattern_of(found: list[Values], want: Values, allowed: float) -> str:
-    """Tell what wrong gradients look like, in a sentence."""
+def pattern_of(found: list[Values], want: Values, allowed: float, otherwise: str) -> str:
+    """Tell what wrong gradients look like, in a sentence; `otherwise` if nothing known."""
     for name, value in want.items():
         if largest(value) > allowed and not any(each[name].any() for each in found):
             return LOST
@@ -426,7 +426,7 @@ def pattern_of(found: list[Values], want: Values, allowed: float) -> str:
     for factor, sentence in ((len(found), SUMMED), (1 / len(found), DIVIDED)):
         if distance(first, factor * whole).max() <= allowed * factor:
             return sentence
-    return ""
+    return otherwise
 
 
 def compare_runs(reference: ScriptRun, run: ScriptRun, tolerance: float, restart: int) -> str:
