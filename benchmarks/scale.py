@@ -16,21 +16,15 @@ import math
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -43,7 +37,7 @@ class Cost(NamedTuple):
 
     received: int  # bytes
     seconds: float
-    balance: float | None  # of a save
+    balance: float = 0.0  # of a save
 
 
 class Grid(NamedTuple):
@@ -55,12 +49,9 @@ class Grid(NamedTuple):
 
 def grid_of(mode: str, ranks: int) -> Grid:
     """Return the grid of "hybrid:GROUP", "full_shard" or "ddp"."""
-    if mode == "ddp":
-        return Grid(ranks, 1)
-    if mode == "full_shard":
-        return Grid(1, ranks)
-    group = int(mode.removeprefix("hybrid:"))
-    return Grid(ranks // group, group)
+    sizes = {"ddp": 1, "full_shard": ranks}
+    shards = sizes[mode] if mode in sizes else int(mode.removeprefix("hybrid:"))
+    return Grid(ranks // shards, shards)
 
 
 class State:
@@ -70,61 +61,49 @@ class State:
         with torch.device("meta"):
             built = vit.ViTMAE(vit.MODELS[model], 224)
         self.tensors: dict[str, Any] = {}
-        self.parameters: set[str] = set()
         for name, p in built.named_parameters():
-            self.parameters.add(f"model.{name}")
             self.tensors[f"model.{name}"] = p.detach()
             for key in ("exp_avg", "exp_avg_sq"):
                 self.tensors[f"{checkpoint.STATE}{name}.{key}"] = p.detach()
-            self.tensors[f"{checkpoint.STATE}{name}.step"] = torch.zeros((), device="meta")
+        self.sharded = {*self.tensors}  # by FSDP
+        self.buffers: set[str] = set()
         for name, buffer in built.named_buffers():
+            self.buffers.add(f"model.{name}")
             self.tensors[f"model.{name}"] = buffer
-
-    def is_sharded(self, name: str) -> bool:
-        """Tell whether FSDP shards a tensor."""
-        return name in self.parameters or ".exp_avg" in name
+        for name, _ in built.named_parameters():
+            self.tensors[f"{checkpoint.STATE}{name}.step"] = torch.zeros((), device="meta")
 
     def items(self, place: int, shards: int) -> list[dcp.WriteItem]:
         """Return the items that a rank at this place of its row holds."""
         found = []
         for name, tensor in self.tensors.items():
-            if self.is_sharded(name) and shards > 1:
+            first = 0
+            sizes = tensor.shape
+            kind = planner.WriteItemType.TENSOR
+            if name in self.sharded and shards > 1:
                 rows = -(-tensor.shape[0] // shards)  # of a chunk, as FSDP2 cuts it
                 first = min(place * rows, tensor.shape[0])
-                count = min(rows, tensor.shape[0] - first)
-                found.append(item_of(name, tensor.shape, first, count, WriteItemType.SHARD))
-            else:
-                found.append(item_of(name, tensor.shape, 0, None, WriteItemType.TENSOR))
+                sizes = torch.Size((min(rows, tensor.shape[0] - first), *tensor.shape[1:]))
+                kind = planner.WriteItemType.SHARD
+            offsets = torch.Size([first, *[0] * len(sizes)][: len(sizes)])
+            chunk = metadata.ChunkStorageMetadata(offsets, sizes)
+            data = planner.TensorWriteData(chunk, metadata.TensorProperties(), tensor.shape)
+            index = metadata.MetadataIndex(name, offsets)
+            found.append(dcp.WriteItem(index, kind, tensor_data=data))
         return found
 
     def share(self, grid: Grid, rank: int, items: list[dcp.WriteItem]) -> dcp.SavePlan:
         """Return what checkpoint.py lets a rank write of what it holds."""
-        ranks = grid.copies * grid.shards
-        sharded = {id(t) for name, t in self.tensors.items() if self.is_sharded(name)}
+        sharded = {id(self.tensors[name]) for name in self.sharded}
 
         def copies_of(tensor: torch.Tensor) -> tuple[int, int]:
             if id(tensor) in sharded:
                 return grid.copies, rank // grid.shards
-            return ranks, rank
+            return grid.copies * grid.shards, rank
 
-        buffers = {n for n in self.tensors if n[:6] == "model." and n not in self.parameters}
         with patch.object(checkpoint, "_copies_of", copies_of):
-            own = checkpoint._share(self.tensors, buffers)
+            own = checkpoint._share(self.tensors, self.buffers)
         return dcp.SavePlan([item for item in items if item.index.fqn in own])
-
-
-def item_of(
-    name: str, shape: torch.Size, first: int, count: int | None, kind: WriteItemType
-) -> dcp.WriteItem:
-    """Return DCP's item of some rows of a tensor; all of it if `count` is None."""
-    offsets = torch.Size([0] * len(shape))
-    sizes = shape
-    if count is not None:
-        offsets = torch.Size((first, *offsets[1:]))
-        sizes = torch.Size((count, *shape[1:]))
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(), size=shape)
-    return dcp.WriteItem(index=MetadataIndex(name, offsets), type=kind, tensor_data=data)
 
 
 def bytes_of(item: Any) -> int:
@@ -139,17 +118,9 @@ def results_of(rank: int, items: Sequence[dcp.WriteItem]) -> list[WriteResult]:
     for item in items:
         length = bytes_of(item) + 1200  # of torch.save's own
         place = _StorageInfo(f"__{rank}_0.distcp", offset, length)
-        results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+        results.append(WriteResult(item.index, length, place))
         offset += length
     return results
-
-
-@contextmanager
-def clock(seconds: list[float]) -> Iterator[None]:
-    """Add the seconds that the block takes."""
-    started = time.process_time()  # other programs may use the machine too
-    yield
-    seconds.append(time.process_time() - started)
 
 
 def save(state: State, grid: Grid, ours: bool) -> tuple[Cost, bytes]:
@@ -164,58 +135,49 @@ def save(state: State, grid: Grid, ours: bool) -> tuple[Cost, bytes]:
             sent.append(pickle.dumps(dcp.SavePlan(held[rank], planner_data=names)))
         else:  # all copies plan the same
             sent.append(sent[rank % grid.shards])
-    seconds: list[float] = []
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=not ours)
-    with clock(seconds):
-        plans, index = planner.create_global_plan([pickle.loads(one) for one in sent])
-        for plan in plans:
-            pickle.dumps(plan)
+    makes_plans = dcp.DefaultSavePlanner(flatten_state_dict=not ours)
+    started = time.process_time()  # other programs may use the machine too
+    plans, index = makes_plans.create_global_plan([pickle.loads(one) for one in sent])
+    for plan in plans:
+        pickle.dumps(plan)
+    seconds = time.process_time() - started
     written = [pickle.dumps(results_of(rank, plan.items)) for rank, plan in enumerate(plans)]
     # checkpoint.py alone: names and checksums of all ranks, votes without an error
-    files = [pickle.dumps({f"__{rank}_0.distcp": [1, 1]}) for rank in range(len(plans))]
-    files += len(plans) * [pickle.dumps(1)]
-    votes = 8 * [pickle.dumps(None)] * len(plans)
+    more = [pickle.dumps({f"__{rank}_0.distcp": [1, 1]}) for rank in range(len(plans))]
+    more += len(plans) * [pickle.dumps(1), *8 * [pickle.dumps(None)]]
     with tempfile.TemporaryDirectory() as folder:
         writer = dcp.FileSystemWriter(folder)
-        with clock(seconds):
-            writer.finish(index, [pickle.loads(one) for one in written])
-            pickle.dumps(index)  # for all ranks
-            for one in [*files, *votes] if ours else ():
-                pickle.loads(one)
+        started = time.process_time()
+        writer.finish(index, [pickle.loads(one) for one in written])
+        pickle.dumps(index)  # for all ranks
+        for one in more if ours else ():
+            pickle.loads(one)
+        seconds += time.process_time() - started
         content = Path(folder, ".metadata").read_bytes()
     shares = [sum(map(bytes_of, plan.items)) for plan in plans]
     balance = max(shares) * len(shares) / sum(shares)
-    received = sum(map(len, sent)) + sum(map(len, written))
-    return Cost(received, sum(seconds), balance), content
-
-
-def read_plan(index: Any, held: Sequence[Any]) -> dcp.LoadPlan:
-    """Return what a rank reads for the chunks that it holds."""
-    plan = dcp.LoadPlan([])
-    for item in held:
-        name = item.index.fqn
-        entry = index.state_dict_metadata[name]
-        plan.items += create_read_items_for_chunk_list(name, entry, [item.tensor_data.chunk])
-    return plan
+    return Cost(sum(map(len, sent + written)), seconds, balance), content
 
 
 def load(state: State, grid: Grid, content: bytes) -> Cost:
     """Simulate a load of checkpoint.py, whose ranks plan by themselves."""
     votes = 4 * [pickle.dumps(None)] * (grid.copies * grid.shards)
-    held = state.items(0, grid.shards)
-    seconds: list[float] = []
-    with clock(seconds):
-        for vote in votes:
-            pickle.loads(vote)
-        read_plan(pickle.loads(content), held)
-    return Cost(sum(map(len, votes)), seconds[0], None)
+    held: list[Any] = state.items(0, grid.shards)
+    started = time.process_time()
+    for vote in votes:
+        pickle.loads(vote)
+    entries = pickle.loads(content).state_dict_metadata
+    for item in held:
+        name = item.index.fqn
+        create_read_items_for_chunk_list(name, entries[name], [item.tensor_data.chunk])
+    return Cost(sum(map(len, votes)), time.process_time() - started)
 
 
-def row(what: str, mode: str, ranks: int, cost: Cost) -> str:
-    """Format one result."""
-    balance = "" if cost.balance is None else f"{cost.balance:9.2f}"
-    megabytes = cost.received / 1e6
-    return f"{mode:12}{ranks:7}  {what:22}{megabytes:12.3f}{cost.seconds:10.3f}{balance}"
+def print_row(what: str, mode: str, ranks: int, cost: Cost) -> None:
+    """Print one result."""
+    balance = f"{cost.balance:9.2f}" if cost.balance else ""
+    numbers = f"{cost.received / 1e6:12.3f}{cost.seconds:10.3f}{balance}"
+    print(f"{mode:12}{ranks:7}  {what:22}{numbers}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -233,11 +195,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for ranks in args.worlds:
             grid = grid_of(mode, ranks)
             saved, index = save(state, grid, ours=True)
-            print(row("save", mode, ranks, saved), flush=True)
-            print(row("load", mode, ranks, load(state, grid, index)), flush=True)
+            print_row("save", mode, ranks, saved)
+            print_row("load", mode, ranks, load(state, grid, index))
             if ranks <= args.dcp_up_to:
                 saved, _ = save(state, grid, ours=False)
-                print(row("dcp.save", mode, ranks, saved), flush=True)
+                print_row("dcp.save", mode, ranks, saved)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints of the small model, and the names of their folders."""
+"""Checkpoints of the small model: made, named and damaged, for many tests."""
 
 from pathlib import Path
 
@@ -6,44 +6,36 @@ import small_model
 import torch
 import torch.distributed as dist
 from small_model import CONFIG, CPU
+from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
 import mesh
 import shard
 import vit
 
+SHARD = "__0_0.distcp"  # what rank 0 writes
 
-def build(mode="full_shard", fsdp=2, group=None, *, seed=0, ac="none", config=CONFIG):
+
+def mesh_of(mode: str, group: int | None = None) -> DeviceMesh:
+    """Build the mesh of a mode on the ranks that there are, with groups of so many."""
+    over = shard.STRATEGIES[mode].shard_over
+    return mesh.build_mesh(mesh.mesh_shape(over, dist.get_world_size(), group), CPU)
+
+
+def build(mode="full_shard", *, seed=0, config=CONFIG):
     """Build a sharded model and its optimizer on the ranks that there are."""
     with torch.device("meta"):
         decay = shard.weight_decay_names(vit.ViTMAE(config, 32))
-    grid = mesh.build_mesh(
-        mesh.mesh_shape(shard.STRATEGIES[mode].shard_over, dist.get_world_size(), group), CPU
-    )
-    model = small_model.build(mode, grid, config=config, seed=seed, fsdp=fsdp, ac=ac)
+    model = small_model.build(mode, mesh_of(mode), config=config, seed=seed)
     return model, shard.build_optimizer(model, mode, decay, lr=1e-3, weight_decay=0.05)
 
 
-def train(model, optimizer, steps) -> list[float]:
-    """The losses of these steps; a step's images are the same on every rank of every world."""
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        images = torch.randn(4, 3, 32, 32, generator=generator)
-        loss, _, _ = model(images, 0.75, torch.rand(4, 16, generator=generator))
-        loss.backward()
-        shard.clip_grad_norm(model, 1.0)
-        shard.optimizer_step(optimizer, torch.tensor(0.0))
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def save_one(folder: Path) -> Path:
-    """Save a checkpoint of one rank after two steps; return its folder."""
+    """Save a checkpoint of one rank, trained a little; return its folder."""
     mesh.init_ranks(mesh.read_ranks({}), CPU)
     model, optimizer = build()
-    train(model, optimizer, range(2))
+    small_model.forward_backward(model)
+    optimizer.step()
     saved = checkpoint.save(folder, 2, model, optimizer)
     dist.destroy_process_group()
     return saved
@@ -57,3 +49,11 @@ def names(folder: Path) -> list[str]:
 def steps(*numbers: int) -> list[str]:
     """Name the checkpoints after these steps."""
     return [f"step_{n:08d}" for n in numbers]
+
+
+def flip(path: Path, bit: int | None = None) -> None:
+    """Flip one bit of a file, by default in its middle."""
+    content = bytearray(path.read_bytes())
+    place = len(content) // 2 if bit is None else bit // 8
+    content[place] ^= 1 << (bit or 0) % 8
+    path.write_bytes(content)

@@ -1,30 +1,45 @@
-"""A run that begins again: where it goes on, what it leaves alone, what it says; in one process."""
+"""A run of train_fsdp.py that begins again: where it goes on, what it refuses, what it leaves."""
 
-import json
 import math
+import shlex
 import shutil
+import signal
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from checkpoints import names, steps
+import torch
+from checkpoints import SHARD, flip, names, steps
 from conftest import FULL, ROOT
-from ranks import NANO, NANO_ARGV, Run, Seen, main_with_signals, poisoned, read_log
+from ranks import (
+    LEARNING_ARGV,
+    NANO,
+    NANO_ARGV,
+    Run,
+    Seen,
+    main_with_signals,
+    poisoned,
+    read_log,
+    read_records,
+    run_ranks,
+)
 
-import run
+import checkpoint
 import train_fsdp
 import vit
 
-HELDOUT = str(ROOT / "examples" / "tiles" / "heldout")
 PLAIN = ["--save-every", "2", "--keep", "9", "--log-every", "1"]
 
 
-@pytest.fixture(autouse=True)
-def nano(monkeypatch):
-    monkeypatch.setitem(vit.MODELS, "nano", NANO)
+@pytest.fixture(autouse=True, scope="module")
+def nano():
+    with patch.dict(vit.MODELS, nano=NANO):
+        yield
 
 
-def train(out, *flags, received=()) -> int:
-    return main_with_signals([*NANO_ARGV, *PLAIN, *flags, "--out", str(out)], received)
+def train(out, flags: str, received=()) -> int:
+    argv = [*NANO_ARGV, *PLAIN, "--out", str(out), *shlex.split(flags)]
+    return main_with_signals(argv, received)
 
 
 class AfterSomeSteps(list):
@@ -39,176 +54,196 @@ class AfterSomeSteps(list):
         return self.looks < 0
 
 
-def state_of(folder):
-    return {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+@pytest.fixture(scope="module")
+def finished(nano, tmp_path_factory):
+    """A run of six steps with checkpoints at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert train(folder, "--steps 6") == 0
+    assert names(folder) == steps(2, 4, 6) and (folder / "done").exists()
+    return folder
 
 
-def test_overflows_that_ended_a_run_leave_no_trace_in_the_next(tmp_path):
-    """They had lowered the fp16 scale to 2**-25, and every gradient of the next run was 0."""
-    flags = ["--precision", "fp16", "--steps", "60", "--save-every", "20"]
-    always = Run([], poison="gradient", poison_steps=(0,))
-    with poisoned(always, Seen(step=0)):
-        assert train(tmp_path, *flags) == 1
-    assert names(tmp_path)[-1] == f"step_{train_fsdp.MAX_OVERFLOWS:08d}"
-    assert train(tmp_path, *flags) == 0
-    _, lines, end = read_log(tmp_path / "log.jsonl")
-    again = [line["grad_norm"] for line in lines if line["step"] > train_fsdp.MAX_OVERFLOWS]
-    finite = [norm for norm in again if math.isfinite(norm)]
-    assert len(finite) >= 10 and min(finite) > 1e-3 and end["reason"] == "done"
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of it, beside one whose newest checkpoint is damaged."""
+    damaged = shutil.copytree(finished, tmp_path / "damaged")
+    flip(damaged / "step_00000006" / SHARD)
+    return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_the_checkpoint_to_begin_at_is_left_alone(tmp_path):
+def losses(folder: Path, after: int = 0) -> list[tuple[int, float]]:
+    """(step, loss) of the last run in a folder, or of its steps after one."""
+    lines = read_records(folder / "log.jsonl")
+    begin = max(i for i, line in enumerate(lines) if line["event"] == "start")
+    found = [line for line in lines[begin:] if line["event"] == "step" and line["step"] > after]
+    return [(line["step"], line["loss"]) for line in found]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder except the log and the lock, which record each start."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("log.jsonl", ".lock")]
+    return {str(p.relative_to(folder)): (p.stat().st_ino, p.read_bytes()) for p in files}
+
+
+# --- nothing is overwritten or started over in silence
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--seed 6", "was trained with other flags (seed 0 -> 6): "),
+        ("--precision bf16", "precision fp32 -> bf16"),
+        ("--epochs 2 --global-batch 16 --allow-changes", "give --global-batch 8"),
+        ("--img-size 48 --allow-changes --resume {out}/step_00000006", "pos_embed"),
+        ("--resume none", "holds checkpoints of another run"),
+        ("--resume {out}/step_00000004", "mv {out}/step_00000006 ELSEWHERE"),
+        ("--resume {out}/../damaged/step_00000004", "mv {out}/step_00000006 ELSEWHERE"),
+        ("--resume {out}/../damaged --out {out}/new", SHARD),  # what is named has no fallback
+        ("--resume {out}/step_00000099", "step_00000099"),
+        (f"--resume {ROOT}/docs --out {{out}}/new", f"{ROOT}/docs"),
+    ],
+)
+def test_refused_in_one_sentence_that_leaves_all_files_alone(flags, sentence, folder, capsys):
+    before = tree(folder)
+    usual = "" if "--epochs" in flags else "--steps 6 "
+    assert train(folder, (usual + flags).format(out=folder)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("train_fsdp.py: error: ") and printed.count("\n") == 1
+    assert sentence.format(out=folder) in printed and tree(folder) == before
+
+
+def test_damage_of_the_newest_is_skipped_and_of_all_refused(folder, finished, capsys):
+    damaged = folder.with_name("damaged")
+    assert train(damaged, "--steps 6") == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("warning: skipping a damaged")]
+    assert "step_00000006" in line and "step_00000004 at step 4" in out
+    assert losses(damaged) == losses(finished, after=4)
+    assert names(damaged) == steps(2, 4, 6) and checkpoint.verify(damaged / "step_00000006")
+    for path in checkpoint.list_checkpoints(damaged):
+        flip(path / SHARD)
+    before = tree(damaged)
+    assert train(damaged, "--steps 6") == 2 and tree(damaged) == before
+
+
+def test_a_finished_run_has_nothing_to_do_until_it_is_extended(folder):
+    before = tree(folder)
+    assert train(folder, "--steps 6") == 0 and tree(folder) == before
+    assert train(folder, "--steps 20 --allow-changes", received=[signal.SIGTERM]) == 0
+    start, _, end = read_log(folder / "log.jsonl")
+    assert (start["begin"], end["reason"]) == (6, "signal")
+    assert not (folder / "done").exists()
+
+
+def test_a_named_checkpoint_or_the_newest_of_a_named_run_goes_on_elsewhere(finished, tmp_path):
+    assert train(tmp_path / "2", f"--steps 6 --resume {finished}/step_00000002") == 0
+    assert losses(tmp_path / "2") == losses(finished, after=2)
+    assert train(tmp_path / "6", f"--steps 8 --allow-changes --resume {finished}") == 0
+    assert [step for step, _ in losses(tmp_path / "6")] == [7, 8]
+
+
+def test_the_checkpoint_to_begin_at_is_left_alone(folder):
     """Although nothing was trained after it."""
-    assert train(tmp_path, "--steps", "4") == 0
-    shutil.rmtree(tmp_path / "step_00000004")
-    before = state_of(tmp_path / "step_00000002")
-    flags = ["--steps", "4", "--allow-changes", "--blr", "1e-4"]
-    always = Run([], poison="loss", poison_steps=(0,))
-    with poisoned(always, Seen(step=0)):
-        assert train(tmp_path, *flags, "--resume", str(tmp_path / "step_00000002")) == 1
-    assert names(tmp_path) == steps(2) and state_of(tmp_path / "step_00000002") == before
+    for step in steps(4, 6):
+        shutil.rmtree(folder / step)
+    before = tree(folder / "step_00000002")
+    flags = f"--steps 6 --allow-changes --blr 1e-4 --resume {folder}/step_00000002"
+    with poisoned(Run([], poison="loss", poison_steps=(0,)), Seen(step=0)):
+        assert train(folder, flags) == 1
+    assert names(folder) == steps(2) and tree(folder / "step_00000002") == before
 
+
+# --- a job that its launcher starts again, with the same command
 
 LAUNCHED = {"SLURM": "SLURM_JOB_ID", "TORCHELASTIC": "TORCHELASTIC_RUN_ID"}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED if FULL else ["SLURM"])
-@pytest.mark.parametrize("resume", ["none", "elsewhere", "in OUT"])
-def test_a_job_that_is_started_again_goes_on(launcher, resume, tmp_path, monkeypatch, capsys):
-    """With the same command, which would be refused if the user typed it again."""
-    old, out = tmp_path / "old", tmp_path / "new"
-    assert train(old, "--steps", "2") == 0
-    flags = ["--steps", "8", "--resume", "none"]
-    begin = 0
-    if resume != "none":
-        folder = old if resume == "elsewhere" else out
-        flags = ["--steps", "8", "--allow-changes", "--resume", str(folder / "step_00000002")]
-        begin = 2
-    if resume == "in OUT":
-        old.rename(out)
-        flags += ["--keep", "1"]  # which removes what it began with
+@pytest.mark.parametrize("resume", ["none", "elsewhere", "in OUT", "before its first save"])
+def test_a_job_that_is_started_again_goes_on(launcher, resume, finished, tmp_path, monkeypatch):
+    """Which would be refused if the user typed it again."""
+    out = tmp_path / "new"
+    source = out if resume == "in OUT" else tmp_path / "old"
+    begin = 0 if resume == "none" else 2
+    shutil.copytree(finished / "step_00000002", source / "step_00000002")
+    flags = f"--steps 8 --resume {source}/step_00000002 --allow-changes"
+    flags += " --keep 1"  # which may remove what it began with
+    if resume == "none":
+        flags = "--steps 8 --resume none"
+    if resume == "before its first save":
+        flags += " --save-every none"
     monkeypatch.setenv(LAUNCHED[launcher], "7")
-    assert train(out, *flags, received=AfterSomeSteps(3)) == 0
+    assert train(out, flags, received=AfterSomeSteps(3)) == 0
     saved = names(out)
-    capsys.readouterr()
-    if resume != "in OUT":
-        assert train(out, *flags) == 2 and names(out) == saved
+    if resume in ("none", "elsewhere"):
+        assert train(out, flags) == 2 and names(out) == saved
     monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
-    assert train(out, *flags) == 0
-    assert f"resumed {out}/{saved[-1]}" in capsys.readouterr().out
-    seen = [line["step"] for line in read_log(out / "log.jsonl")[1]]
-    assert seen[-6:] == list(range(3, 9)) and seen[0] == (1 if resume != "elsewhere" else 3)
-    assert len(seen) == 8 - begin or resume == "in OUT"
+    assert train(out, flags) == 0
+    found = [line["step"] for line in read_log(out / "log.jsonl")[1]]
+    if saved:
+        assert found == list(range(begin + 1, 9))
+    else:
+        assert found[-6:] == list(range(3, 9)) and len(found) > 6
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED if FULL else ["SLURM"])
-def test_a_job_that_was_refused_is_refused_again(launcher, tmp_path, monkeypatch):
+def test_a_job_that_was_refused_is_refused_again(launcher, folder, monkeypatch):
     """torchrun starts ranks again whatever their status was."""
-    old, out = tmp_path / "old", tmp_path / "new"
-    assert train(old, "--steps", "2") == train(out, "--steps", "4") == 0
-    before = {name: state_of(out / name) for name in names(out)}
+    before = tree(folder)
     monkeypatch.setenv(LAUNCHED[launcher], "7")
     for count in ("0", "1"):
         monkeypatch.setenv(f"{launcher}_RESTART_COUNT", count)
-        for resume in ("none", str(old / "step_00000002")):
-            assert train(out, "--steps", "8", "--allow-changes", "--resume", resume) == 2
-    assert {name: state_of(out / name) for name in names(out)} == before
+        for resume in ("none", folder.with_name("damaged") / "step_00000002"):
+            assert train(folder, f"--steps 8 --allow-changes --resume {resume}") == 2
+    assert tree(folder) == before
 
 
-def test_a_job_started_again_before_its_first_save_begins_where_it_was_told(tmp_path, monkeypatch):
-    assert train(tmp_path / "old", "--steps", "4") == 0
-    out = tmp_path / "new"
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    path = str(tmp_path / "old/step_00000004")
-    flags = ["--steps", "6", "--allow-changes", "--resume", path, "--save-every", "none"]
-    assert train(out, *flags, received=AfterSomeSteps(1)) == 0
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert train(out, *flags) == 0
-    assert [line["step"] for line in read_log(out / "log.jsonl")[1]][-2:] == [5, 6]
+def test_overflows_that_ended_a_run_leave_no_trace_in_the_next(tmp_path):
+    """They lower the fp16 scale until every gradient is 0."""
+    flags = "--precision fp16 --steps 50 --save-every 20"
+    with poisoned(Run([], poison="gradient", poison_steps=(0,)), Seen(step=0)):
+        assert train(tmp_path, flags) == 1
+    last = train_fsdp.MAX_OVERFLOWS
+    assert names(tmp_path)[-1] == f"step_{last:08d}"
+    assert train(tmp_path, flags) == 0
+    _, lines, _ = read_log(tmp_path / "log.jsonl")
+    norms = [line["grad_norm"] for line in lines if line["step"] > last]
+    assert any(math.isfinite(norm) and norm > 1e-3 for norm in norms)
 
 
-def test_checkpoints_of_another_run_are_not_removed(tmp_path, capsys):
-    """--keep would, once the run that begins elsewhere has saved twice."""
-    old, out = tmp_path / "old", tmp_path / "out"
-    assert train(old, "--steps", "6") == train(out, "--steps", "4", "--seed", "1") == 0
-    before = {name: state_of(out / name) for name in names(out)}
-    flags = ["--steps", "12", "--allow-changes", "--keep", "1"]
-    assert train(out, *flags, "--resume", str(old / "step_00000006")) == 2
-    assert "holds step_00000004 besides --resume" in capsys.readouterr().err
-    assert {name: state_of(out / name) for name in names(out)} == before
+# --- stopped and resumed, on several ranks
 
 
-def test_epochs_are_not_counted_in_batches_of_another_size(tmp_path, capsys):
-    flags = ["--epochs", "2", "--global-batch"]
-    assert train(tmp_path, *flags, "24", received=AfterSomeSteps(9)) == 0
-    assert train(tmp_path, *flags, "48", "--allow-changes") == 2
-    error = capsys.readouterr().err
-    assert "give --global-batch 24" in error and not (tmp_path / "done").exists()
-    assert train(tmp_path, "--steps", "14", "--global-batch", "48", "--allow-changes") == 0
+@pytest.mark.slow
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """A signal on one rank stops all; then the same ranks, and others, finish the same training."""
+    argv = [*LEARNING_ARGV, "--global-batch", "12", "--steps", "6", "--save-every", "9"]
+    argv += ["--mode", "full_shard"]
+    hybrid = shlex.split("--mode hybrid --fsdp 1 --group 3 --ac full --accum 2")
+    others = {"hybrid": argv + hybrid}
+    if FULL:
+        others["zero1"] = [*argv, "--mode", "zero1"]
+    stopped = tmp_path / "stopped"
+    struck = Run(argv, params=False, to=str(stopped), signal_rank=1, signal_step=2)
+    whole, first = run_ranks(2, [Run(argv), struck], tmp_path / "first")
+    assert whole.status == first.status == [0, 0]
+    at = first.end["steps"]
+    assert at in (3, 4) and first.end["reason"] == "signal"
+    assert names(stopped) == steps(at) and not (stopped / "done").exists()
+    for name in others:
+        shutil.copytree(stopped, tmp_path / name)
 
+    (second,) = run_ranks(2, [Run(argv, to=str(stopped))], tmp_path / "second")
+    runs = [Run(flags, to=str(tmp_path / name)) for name, flags in others.items()]
+    of_three = run_ranks(3, runs, tmp_path / "three")
 
-def test_the_last_evaluation_is_made_up_for(tmp_path, capsys):
-    flags = ["--steps", "2", "--eval-data", HELDOUT]
-    assert train(tmp_path / "whole", *flags) == 0
-    with patch.object(run, "evaluate", side_effect=OSError("killed")):
-        assert train(tmp_path / "killed", *flags) == 1
-    assert names(tmp_path / "killed") == steps(2) and not (tmp_path / "killed/done").exists()
-    assert train(tmp_path / "killed", *flags) == 0
-    found = [evaluations(tmp_path / name) for name in ("whole", "killed")]
-    assert found[0] == found[1] != [] and (tmp_path / "killed/done").exists()
-    assert train(tmp_path / "killed", *flags) == 0  # once is enough
-    assert evaluations(tmp_path / "killed") == found[1]
-
-
-def test_a_folder_of_a_run_stands_for_its_newest_checkpoint_and_what_is_missing_is_named(
-    tmp_path, capsys
-):
-    assert train(tmp_path / "old", "--steps", "4") == 0
-    flags = ["--steps", "6", "--allow-changes", "--resume"]
-    assert train(tmp_path / "new", *flags, str(tmp_path / "old")) == 0
-    assert read_log(tmp_path / "new/log.jsonl")[0]["begin"] == 4
-    for path in ("nowhere", str(ROOT / "docs")):
-        capsys.readouterr()
-        assert train(tmp_path / "other", *flags, path) == 2
-        assert path in capsys.readouterr().err
-
-
-def test_a_flag_that_an_older_checkpoint_lacks_had_its_default(tmp_path, monkeypatch, capsys):
-    record = run.record
-    with monkeypatch.context() as patched:
-        patched.setattr(run, "record", lambda args: without(record(args), "mask_ratio"))
-        assert train(tmp_path, "--steps", "4", received=AfterSomeSteps(2)) == 0
-    assert train(tmp_path, "--steps", "4", "--mask-ratio", "0.5") == 2
-    assert "mask_ratio 0.75 -> 0.5" in capsys.readouterr().err
-    assert train(tmp_path, "--steps", "4") == 0
-
-
-def without(flags, name):
-    return {key: value for key, value in flags.items() if key != name}
-
-
-def evaluations(out):
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [(r["step"], r["eval_loss"]) for r in records if r["event"] == "eval"]
-
-
-@pytest.mark.full
-def test_bad_images_that_are_gone_do_not_count(tmp_path, capsys):
-    tiles = sorted((ROOT / "examples/tiles/train").rglob("*.jpg"))[:40]
-    root = tmp_path / "tiles"
-    root.mkdir()
-    for i, tile in enumerate(tiles):
-        shutil.copy(tile, root / f"{i:02}.jpg")
-    for i in range(3):
-        (root / f"bad{i}.jpg").write_text("no image")
-    flags = ["--data", str(root), "--steps", "30", "--max-bad", "0.05", "--global-batch", "8"]
-    assert train(tmp_path / "out", *flags) == 1
-    assert "3 of 43 images are unreadable" in capsys.readouterr().err
-    for i in range(2):  # as the sentence says
-        (root / f"bad{i}.jpg").unlink()
-    assert train(tmp_path / "out", *flags, "--allow-changes") == 0
-    moved = tmp_path / "moved"
-    root.rename(moved)
-    flags[1] = str(moved)
-    flags[3] = "60"
-    assert train(tmp_path / "out", *flags, "--allow-changes") == 0
+    expected = [s["loss"] for s in whole.steps]
+    assert second.status == [0, 0] and second.end["reason"] == "done"
+    assert [s["step"] for s in second.steps] == list(range(1, 7))
+    assert [s["loss"] for s in second.steps] == expected and len({*expected}) == 6
+    for name, value in whole.params.items():
+        assert torch.equal(second.params[name], value), name
+    for result, name in zip(of_three, others, strict=True):
+        assert result.status == [0, 0, 0] and result.start["begin"] == at, result.errors
+        assert [s["loss"] for s in result.steps] == pytest.approx(expected, rel=1e-6)
+        assert result.replicas_differ == 0 and (tmp_path / name / "done").exists()

@@ -1,13 +1,16 @@
 """A save and a load in a world of many ranks: shares, files that plain DCP reads, rank 0's work."""
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import mesh_of
 from ranks import join, on_ranks
+from small_model import CPU
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -18,11 +21,7 @@ import mesh
 import shard
 from benchmarks import scale
 
-CPU = torch.device("cpu")
-MODES = [("hybrid", 2), ("ddp", None), ("zero1", None), ("no_shard", None), ("full_shard", None)]
-
-
-# --- on ranks: what is written, and by whom
+MODES = ["hybrid", "ddp", "zero1", "no_shard", "full_shard"]
 
 
 class Layers(nn.Module):
@@ -37,30 +36,32 @@ class Layers(nn.Module):
         return self.norm(self.layers(x)).square().sum()
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().clone()
+
+
 def save_in_every_mode() -> list[dict[str, torch.Tensor]]:
     """On four ranks: per mode the whole training state after a step, as plain PyTorch has it."""
     rank = join()
     found = []
-    for mode, group in MODES:
+    for mode in MODES:
         torch.manual_seed(0)
-        grid = mesh.build_mesh(mesh.mesh_shape(shard.STRATEGIES[mode].shard_over, 4, group), CPU)
         options = shard.ShardingOptions(param_dtype=torch.float32)
+        grid = mesh_of(mode, 2 if mode == "hybrid" else None)
         model = shard.apply(Layers(), mode, grid, block_classes={nn.Linear}, options=options)
         optimizer = shard.build_optimizer(model, mode, set(), lr=1e-2, weight_decay=0.1)
         model(torch.arange(128.0).view(2, 64) + rank).backward()
         optimizer.step()
         checkpoint.save(Path(os.environ["FOLDER"], mode), 1, model, optimizer)
         state = {}
-        inner = optimizer.optim if mode == "zero1" else optimizer
-        for name, p in model.named_parameters():
+        states = optimizer.optim.state if mode == "zero1" else optimizer.state
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             name = shard.original_name(name)
-            state[f"model.{name}"] = p
-            for key, value in inner.state.get(p, {}).items():
-                state[f"optimizer.state.{name}.{key}"] = value
-        for name, buffer in model.named_buffers():
-            state[f"model.{shard.original_name(name)}"] = buffer
-        whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
-        found.append({name: tensor.detach().clone() for name, tensor in whole.items()})
+            state[f"model.{name}"] = whole(tensor)
+            for key, value in states.get(tensor, {}).items():
+                state[f"optimizer.state.{name}.{key}"] = whole(value)
+        found.append(state)
     dist.destroy_process_group()
     return found
 
@@ -69,7 +70,7 @@ def save_in_every_mode() -> list[dict[str, torch.Tensor]]:
 def test_each_rank_writes_an_equal_share_and_plain_dcp_reads_it(tmp_path):
     """Of buffers, rank 0's: BatchNorm's statistics differ by rank."""
     by_rank = on_ranks(4, save_in_every_mode, tmp_path)
-    for number, (mode, _) in enumerate(MODES):
+    for number, mode in enumerate(MODES):
         expected: dict[str, torch.Tensor] = {}
         for states in reversed(by_rank):  # with ZeRO-1 each rank has a part
             expected |= states[number]
@@ -86,24 +87,7 @@ def test_each_rank_writes_an_equal_share_and_plain_dcp_reads_it(tmp_path):
             assert torch.equal(found[name], tensor), (mode, name)
 
 
-# --- simulated
-
-
-@pytest.mark.parametrize("mode", ["hybrid:2", "full_shard", "ddp"])
-def test_the_shares_of_all_ranks_are_the_whole_and_nothing_twice(mode):
-    state = scale.State("tiny")
-    grid = scale.grid_of(mode, 16)
-    written = []
-    for rank in range(16):
-        held = state.items(rank % grid.shards, grid.shards)
-        items = state.share(grid, rank, held).items
-        written += [(item.index.fqn, item.index.offset) for item in items if scale.bytes_of(item)]
-    whole = []
-    for place in range(grid.shards):
-        for item in state.items(place, grid.shards):
-            if scale.bytes_of(item) and (place == 0 or state.is_sharded(item.index.fqn)):
-                whole.append((item.index.fqn, item.index.offset))
-    assert sorted(written) == sorted(whole)
+# --- simulated by benchmarks/scale.py
 
 
 def test_the_simulated_chunks_are_those_of_dtensor():
@@ -111,7 +95,7 @@ def test_the_simulated_chunks_are_those_of_dtensor():
     state = scale.State("base")
     dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
     grid = mesh.build_mesh((1, 8), CPU)["shard"]
-    for item in [item for item in state.items(5, 8) if state.is_sharded(item.index.fqn)][::7]:
+    for item in [item for item in state.items(5, 8) if item.index.fqn in state.sharded][::7]:
         planner = dcp.DefaultSavePlanner()
         whole = torch.empty(item.tensor_data.size)
         planner.set_up_planner({item.index.fqn: distribute_tensor(whole, grid, [Shard(0)])})
@@ -120,11 +104,20 @@ def test_the_simulated_chunks_are_those_of_dtensor():
     dist.destroy_process_group()
 
 
-def test_rank_0_does_a_tenth_of_what_dcp_asks_of_it():
+def chunks_of(index: bytes) -> list[tuple]:
+    """Every chunk that an index of DCP names."""
+    entries = pickle.loads(index).state_dict_metadata.items()
+    chunks = [(name, c.offsets, c.sizes) for name, entry in entries for c in entry.chunks]
+    return sorted(chunks)
+
+
+def test_the_work_of_rank_0_is_a_tenth_of_what_dcp_asks_and_its_shares_are_the_whole():
     """In a world of 64 ranks; make benchmarks/scale.py print 1,024."""
     state = scale.State("tiny")
-    grid = scale.grid_of("hybrid:2", 64)
-    ours, index = scale.save(state, grid, ours=True)
-    theirs, _ = scale.save(state, grid, ours=False)
-    assert 8 * ours.received < theirs.received
-    assert scale.load(state, grid, index).received < ours.received
+    for mode in ("hybrid:2", "ddp"):
+        grid = scale.grid_of(mode, 64)
+        ours, index = scale.save(state, grid, ours=True)
+        theirs, others = scale.save(state, grid, ours=False)
+        assert 8 * ours.received < theirs.received
+        assert scale.load(state, grid, index).received < ours.received
+        assert chunks_of(index) == chunks_of(others)
