@@ -46,9 +46,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-# Private names of PyTorch. Parameters have these names in its get_model_state_dict; ...
+# Private names of PyTorch: what gives a parameter's names in get_model_state_dict, and an attribute
+# of parameters that FSDP1 has flattened, by which a part of its model, as model.module, is told.
 original_names = by_name._get_fqns
-# ... this attribute tells a part of a model that FSDP1 has flattened, as `model.module`.
 FLATTENED = "_fsdp_flattened"
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ def save(
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     try:
         dcp.save(tensors, storage_writer=_Writer(new), planner=planner)
-        written = new.glob(f"__{_rank_and_ranks()[0]}_*")
+        rank, _ = _rank_and_ranks()
+        written = new.glob(f"__{rank}_*")
         own = on_all_ranks(lambda: {path.name: _size_and_crc(path) for path in written})
         on_rank0(partial(_complete, new, manifest, keep, _gather(own)))
     except dcp.CheckpointException as failed:  # which is no Exception, and has many lines
@@ -140,9 +141,11 @@ def _complete(new: Path, manifest: dict[str, Any], keep: int | None, written: li
     new.rename(final)
     with atomic_write(final.with_name("latest")) as file:
         file.write(f"{final.name}\n".encode())
-    older = [p for p in list_checkpoints(final.parent) if step_of(p) <= manifest["step"]]
-    for path in older[: -keep if keep else 0]:
-        path.rename(path.with_name(f".step_{step_of(path)}.removed"))  # a kill leaves no half of it
+    up_to_now = [p for p in list_checkpoints(final.parent) if step_of(p) <= manifest["step"]]
+    if keep:
+        for path in up_to_now[:-keep]:
+            # renamed first: a kill leaves no half of it under its name
+            path.rename(path.with_name(f".step_{step_of(path)}.removed"))
 
 
 def _remove_leftovers(out: Path) -> None:
@@ -156,8 +159,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
     """Load a checkpoint into a sharded model and its optimizers. Collective.
 
     Returns what `save` was given: {"step": int, "run_state": dict}. Settings such as learning rates
-    are restored too; an optimizer that the checkpoint has not stays new. The ranks share the work
-    of checking all files first: CorruptCheckpointError or OSError on all changes nothing.
+    are restored too; an optimizer without saved states is left as it is. First the ranks together
+    check all files: CorruptCheckpointError, or ValueError for another model, changes nothing.
     """
     path = Path(path)
     state = _TrainingState(model, optimizer)
@@ -203,7 +206,14 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             return found.pop("model"), {"step": found["step"], "run_state": found["run_state"]}
-        except (AttributeError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError):
+        except (
+            AttributeError,
+            TypeError,
+            EOFError,
+            KeyError,
+            RuntimeError,
+            pickle.UnpicklingError,
+        ):
             raise ValueError(f"{path} is damaged, or not written by consolidate") from None
     if not (path / MANIFEST).exists():
         path = [path, *list_checkpoints(path)][-1]
@@ -316,26 +326,25 @@ class _TrainingState:
         return named
 
     def allocate(self, path: Path, groups: Sequence[dict], index: Any) -> dict[str, Tensor]:
-        """Return room for this rank's part of a checkpoint.
-
-        CorruptCheckpointError if it is of another model or optimizer.
-        """
+        """Return room for this rank's part; ValueError for another model or optimizer."""
         found = {f"model.{name}": value for name, value in self.weights.items()}
         entries = index.state_dict_metadata
         differ = {name for name in entries if not name.startswith(STATE)} ^ found.keys()
         if differ:  # shapes are compared by DCP
-            what = f"{min(differ)} is not in both, the checkpoint and the model"
-            raise CorruptCheckpointError(f"{path}: {what}")
-        whose, then = ([group["whose"] for group in some] for some in (self.groups, groups))
-        if whose and then and whose != then:
+            what = f"{min(differ)} is only in one of the checkpoint and the model"
+            raise ValueError(f"{path}: {what}")
+        ours = [group["whose"] for group in self.groups]
+        saved = [group["whose"] for group in groups]
+        if ours and saved and ours != saved:
             what = "was saved with another optimizer, or with other parameter groups"
-            raise CorruptCheckpointError(f"{path} {what}: give None to load the model alone")
+            raise ValueError(f"{path} {what}: give None to load the model alone")
         held = set()
         for optimizer in self.optimizers:
             held |= {self.names[p] for p in _parameters(_inner(optimizer))}
         for entry, kept in entries.items():
-            if entry.startswith(STATE) and _parameter_of(entry) in held:
-                like = self.weights[_parameter_of(entry)]
+            name, _ = _parameter_and_key(entry)
+            if entry.startswith(STATE) and name in held:
+                like = self.weights[name]
                 dtype = kept.properties.dtype
                 if kept.size == like.shape or (kept.size and isinstance(like, DTensor)):
                     found[entry] = torch.empty_like(like, dtype=dtype)
@@ -349,13 +358,17 @@ class _TrainingState:
         states: dict[str, dict[str, Tensor]] = {}
         for entry, tensor in tensors.items():
             if entry.startswith(STATE):
-                states.setdefault(_parameter_of(entry), {})[entry.rpartition(".")[2]] = tensor
-        own = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+                name, key = _parameter_and_key(entry)
+                states.setdefault(name, {})[key] = tensor
+        own: list[dict[str, Any]] = []
+        for optimizer in self.optimizers:
+            own += optimizer.param_groups
         for group, saved in zip(own, groups, strict=False):  # either may be empty
             for key, value in saved["settings"].items():
                 group[key] = tuple(value) if isinstance(value, list) else value
-        for optimizer in self.optimizers if states else ():
-            self._restore_states(_inner(optimizer), states)
+        if states:
+            for optimizer in self.optimizers:
+                self._restore_states(_inner(optimizer), states)
 
     def _restore_states(self, optimizer: Optimizer, states: Mapping[str, dict]) -> None:
         parameters = _parameters(optimizer)
@@ -373,7 +386,8 @@ class _TrainingState:
         optimizer.load_state_dict(optimizer.state_dict() | {"state": found})
         for number, kept in found.items():
             loaded = optimizer.state[parameters[number]]
-            for key, value in kept.items():  # which was rounded to the dtype of the parameter
+            for key, value in kept.items():
+                # load_state_dict has cast states to the dtype of the parameter: undo that
                 if loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
 
@@ -388,9 +402,10 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _parameter_of(entry: str) -> str:
-    """Return the name of the parameter that a state belongs to."""
-    return entry.removeprefix(STATE).rpartition(".")[0]
+def _parameter_and_key(entry: str) -> tuple[str, str]:
+    """Split the name of a state into the name of its parameter and its key."""
+    name, _, key = entry.removeprefix(STATE).rpartition(".")
+    return name, key
 
 
 def _sharded_states(model: nn.Module) -> AbstractContextManager[Any]:
@@ -415,17 +430,18 @@ def _as_json(value: Any) -> Any:
 
 
 def _share(tensors: Mapping[str, Tensor], buffers: set[str]) -> set[str]:
-    """Name what this rank writes of the `tensors` that several hold: buffers are rank 0's.
+    """Name those of `tensors` that this rank writes, of each one copy: buffers are rank 0's.
 
     All compute the same shares: the largest tensor first, each to the copy with the least so far.
     """
     loads: dict[int, list[int]] = {}  # bytes that each copy writes
     own = set()
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         copies, number = _copies_of(tensors[name])
         load = loads.setdefault(copies, [0 for _ in range(copies)])
         writer = 0 if name in buffers else load.index(min(load))  # buffers may differ
-        load[writer] += tensors[name].nbytes
+        load[writer] += sizes[name]
         if writer == number:
             own.add(name)
     return own
@@ -467,7 +483,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a part of an index."""
         is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
-        if module.partition(".")[0] == "torch" and (name in self.PARTS or is_dtype):
+        if f"{module}.".startswith("torch.") and (name in self.PARTS or is_dtype):
             return super().find_class(module, name)
         raise CorruptCheckpointError(f"{INDEX} names {module}.{name}, which is no part of it")
 
@@ -569,7 +585,8 @@ def verify(path: str | Path, part: int = 0, parts: int = 1) -> tuple[dict[str, A
     """
     manifest = read_manifest(path)
     files = manifest["files"]
-    for name in {INDEX, *sorted(files)[part::parts]}:
+    names = sorted(files)
+    for name in {INDEX, *names[part::parts]}:
         file = Path(path, name)
         if not file.exists() or _size_and_crc(file) != files[name]:
             raise CorruptCheckpointError(f"{path}: {name} is missing or damaged")

@@ -40,7 +40,7 @@ def divisors(number: int) -> list[int]:
 
 
 def default_group(world_size: int, local_world_size: int) -> int:
-    """Return the default ranks of a shard group: those of a node, as its links are the fastest."""
+    """Return the default size of a shard group: a node's ranks, whose links are the fastest."""
     return min(max(local_world_size, 1), world_size)
 
 
@@ -201,8 +201,8 @@ def pick_device(name: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if count == 0:
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
-    # A single visible GPU is this rank's own (`--gpus-per-task=1`), or NCCL raises an error. Of
-    # several there must be one for each rank.
+    # If one GPU is visible, it is this rank's own (`--gpus-per-task=1`); if ranks do share it, NCCL
+    # raises an error. If several are visible, each rank needs one.
     if 1 < count < ranks.local_world_size:
         raise ValueError(
             f"{ranks.local_world_size} ranks on this node share {count} GPUs: "

@@ -45,9 +45,9 @@ DECISIVE = (
     *("channel_mean", "channel_std"),
 )
 LONG = 4  # multiplies the time limit of what takes longer than a step: start-up, saves
-LOADER_SHARE = 0.75  # of the time limit: a loader that hangs ends the run by itself, and saves
+LOADER_SHARE = 0.75  # of the time limit: a loader that hangs raises an error, and the run saves
 FEW_BAD = 3  # so many unreadable images do not end a run, unless --max-bad is 0
-REQUEUE_WAIT = 300  # seconds for which a restarted run waits for its own lock on a lost node
+REQUEUE_WAIT = 300  # seconds that a restarted run waits for the lock of its launch on a lost node
 
 # --- How a run is refused, and how it ends
 
@@ -222,9 +222,10 @@ class TimeLimit:
             elif self.left <= 0:
                 what = f"no step or save has ended in time (--timeout {self.seconds:g})"
                 problem = f"{what}: the stacks of each rank are in {self.folder}"
-                self.folder.mkdir(parents=True, exist_ok=True)
-                path = self.folder / f"rank_{self.rank}.txt"
-                faulthandler.dump_traceback(path.open("w"))
+                with suppress(OSError):  # a full disk
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    path = self.folder / f"rank_{self.rank}.txt"
+                    faulthandler.dump_traceback(path.open("w"))
         if self.rank == 0:
             print(f"train_fsdp.py: error: {problem}", file=sys.stderr, flush=True)
         if self.log:
@@ -364,8 +365,10 @@ class Log:
     def paused(self) -> Iterator[None]:
         """Leave the time of the block (a save, an evaluation) out of the seconds per step."""
         start = time.perf_counter()
-        yield
-        self.begun += time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.begun += time.perf_counter() - start
 
     def say(self, *lines: str) -> None:
         """Print lines on the terminal."""
@@ -460,7 +463,9 @@ class Log:
             what = f"{len(new)} unreadable images, such as {example} ({reason})"
             self.say(f"warning: replaced {what}")
             try:
-                with path.open("a", -1, "utf-8", "surrogateescape", "") as file:  # any bytes
+                with path.open(
+                    "a", encoding="utf-8", errors="surrogateescape", newline=""
+                ) as file:  # any bytes
                     table = csv.writer(file)
                     if file.tell() == 0:
                         table.writerow(["path", "reason", "step"])
@@ -518,7 +523,7 @@ def describe(args: argparse.Namespace, log: Log, begin: int) -> None:
     device = log.device.type
     gflop = args.flops_per_image / 1e9
     mesh = dict(zip(("replicate", "shard"), args.mesh_shape, strict=True))
-    batch = f"{args.batch} images x {args.world_size} ranks x {args.accum} steps"
+    batch = f"{args.batch} images x {args.world_size} ranks x {args.accum} accumulation steps"
     mean = ", ".join(f"{value:.5g}" for value in args.channel_stats.mean)
     log.say(
         f"{args.model}: {args.params:,} parameters, {gflop:.1f} GFLOP per image",
@@ -534,7 +539,7 @@ def describe(args: argparse.Namespace, log: Log, begin: int) -> None:
 
 
 def open_profile(args: argparse.Namespace, log: Log, begin: int) -> Any:
-    """Return a started profiler of --profile steps of rank 0, after four others; or None."""
+    """Return a started profiler of --profile steps of rank 0, after five others; or None."""
     if not args.profile or log.rank:
         return None
     folder = Path(args.out, "profile")
@@ -622,7 +627,8 @@ class Checkpoints:
         place in the data: both follow from the step. A failed save is only warned of, unless it
         is the second in a row, or `final`.
         """
-        if step == self.saved or self.steps == self.seconds:  # never
+        never = self.steps == self.seconds == math.inf
+        if step == self.saved or never:
             return None
         limit.arm(LONG)
         start = time.monotonic()
@@ -727,7 +733,7 @@ def is_done(out: str) -> bool:
 
 
 def mark_done(out: str, done: bool) -> None:
-    """Make OUT/done, by which launch_frontier.sh knows, or remove a shorter run's. Collective."""
+    """Make OUT/done, until which launch_frontier.sh goes on, or remove it. Collective."""
     path = Path(out, "done")
     with refusing():
         checkpoint.on_rank0(path.touch if done else partial(path.unlink, missing_ok=True))
@@ -750,7 +756,7 @@ def evaluate(
     `losses_of` takes images (B, C, H, W) as loaded and noise (B, L), and returns the losses (3, B)
     of the model, of zero and of the mean colour. All ranks call it equally often, because the model
     is sharded. The numbers are the same for any mode and any number of ranks: of each image the
-    centre is cut out, and its mask depends only on its index.
+    centre is cut out, and its mask depends only on --seed and its index.
     """
     steps = range(math.ceil(len(files) / args.global_batch))  # the last one may be incomplete
     batches = iter(open_loader(args, files, log, steps, augment=False))

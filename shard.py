@@ -163,8 +163,8 @@ def apply(
     blocks = find_blocks(model, block_classes)
     shards_blocks = strategy.engine == "fsdp" and options.wrap == "block"
     block_units = blocks if shards_blocks else {}
-    unused = {"none": "shard", "world": "replicate"}.get(strategy.shard_over)
-    if unused and mesh[unused].size() > 1:
+    of_size_1 = {"none": "shard", "world": "replicate"}.get(strategy.shard_over)
+    if of_size_1 and mesh[of_size_1].size() > 1:
         raise ValueError(f"{mesh} does not fit mode {mode}: see mesh_shape of mesh.py")
     check_model(model, block_units, strategy)
     original = set(model.parameters())
@@ -381,10 +381,10 @@ def _fsdp2_wrapper(
 def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Iterator[None]:
     """Enclose the forward and backward passes of one micro-batch; `last`: the last of a step.
 
-    Sharded gradients are reduce-scattered after every micro-batch. By default FSDP also all-reduces
-    over replicas then, which is always right; DDP does so after the last one only. With `uses_all`
-    so do FSDP2, and FSDP1 in mode no_shard. You thereby promise that every micro-batch gives every
-    trained parameter a gradient, on every rank: otherwise gradients of earlier ones may be lost.
+    Sharded gradients are reduce-scattered after every micro-batch. Over replicas DDP all-reduces
+    after the last one only, FSDP after each, which is always right. With `uses_all` FSDP2, and
+    no_shard of FSDP1, wait for the last one, too: right only if every micro-batch gives every
+    trained parameter a gradient, on every rank.
     """
     deferred: list[Any] = [] if last else [*model.modules()]
     with ExitStack() as stack:
@@ -399,8 +399,8 @@ def accumulation(model: nn.Module, last: bool, *, uses_all: bool = False) -> Ite
 
 
 def _is_unsharded_fsdp1(module: Any) -> bool:
-    is_unit = isinstance(module, FSDP1) and module.check_is_root()
-    return is_unit and module.sharding_strategy == ShardingStrategy.NO_SHARD
+    is_root = isinstance(module, FSDP1) and module.check_is_root()
+    return is_root and module.sharding_strategy == ShardingStrategy.NO_SHARD
 
 
 def _contains(model: nn.Module, kind: Any) -> bool:

@@ -64,7 +64,7 @@ MAX_OVERFLOWS = 40
 COLLECT_EVERY = 100  # steps between two garbage collections
 REPORT_EVERY = 10  # steps between two reports of unreadable images
 
-# --- The flags: to add one, add a line here and use it
+# --- The flags: to add one, add a line here and use it; one with * also in run.DECISIVE
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,7 +106,7 @@ def two_betas(text: str) -> tuple[float, float]:
 
 
 def build_parser(prog: str = "train_fsdp.py", doc: str = __doc__) -> Parser:
-    """Build the parser. A default of None is replaced in `complete`; * changes the result."""
+    """Build the parser. None means not given: see `complete`, `count_steps`, `main`."""
     about, examples, *_ = doc.split("\n\n")
     note = "* marks flags that a resumed run must not change without --allow-changes."
     parser = Parser(prog, description=f"{about}\n{note}", epilog=examples, allow_abbrev=False)
@@ -258,8 +258,8 @@ def complete_sharding(
     for name in given:
         if not applies(args.mode)[name]:
             what = f"--{name.replace('_', '-')} does not apply to --mode {args.mode}"
-            if applies(args.mode)["fsdp"] and args.fsdp != 1:
-                what += " with --fsdp 2"
+            if applies(args.mode)["fsdp"]:
+                what += f" with --fsdp {args.fsdp or 2}"
             raise ValueError(f"{what}: leave it out, or change these")
     if args.cpu_offload and device_type == "cpu":
         raise ValueError("--cpu-offload moves parameters off a GPU, but this run is on the CPU")
@@ -373,13 +373,12 @@ class Result(NamedTuple):
 
     step: int  # from 0
     loss: float  # mean over all ranks
-    # the following are numbers of ranks
-    bad: float  # whose loss or norm is not finite: the step was not applied, and the run ends
-    bad_norm: float  # whose norm is not finite; in fp16 only this step was not applied
-    stop: float  # that have asked for it, as the next three
-    save: float
-    no_batch: float
-    bad_images: float
+    bad: float  # ranks whose loss or norm is not finite: the step is not applied, the run ends
+    bad_norm: float  # ranks whose norm is not finite: in fp16 only this step is not applied
+    stop: float  # ranks that ask to stop, ...
+    save: float  # ... to save, ...
+    no_batch: float  # ... that have no batch, ...
+    bad_images: float  # ... that have unreadable images to report
     norm: float  # of the gradients
 
 
@@ -412,10 +411,11 @@ class Guard:
         mean = loss / dist.get_world_size()
         sums = torch.stack([mean, bad, bad_norm, *asked])  # in float64
         dist.all_reduce(sums)
+        # in the order of the fields of Result
         any_bad, any_bad_norm, _, _, any_no_batch, _ = sums[1:] > 0
         skip = any_bad | any_bad_norm | any_no_batch | self.ended
         self.ended = self.ended | any_bad | any_no_batch
-        copy = torch.cat([sums, norm.view(1)]).to("cpu", non_blocking=True)  # of a GPU: pinned
+        copy = torch.cat([sums, norm.view(1)]).to("cpu", non_blocking=True)  # the host goes on
         copied = None
         if self.late:
             copied = torch.cuda.Event(blocking=True)  # the host sleeps, and loaders have its core
@@ -424,7 +424,10 @@ class Guard:
         return skip.float()
 
     def results(self, wait: bool) -> Iterator[Result]:
-        """Yield new results; a GPU's last one only with `wait`, or once ranks ask for something."""
+        """Yield new results; leave a GPU's newest for the next call, unless `wait` is set.
+
+        Or unless an earlier result asks to stop, to save or to report images.
+        """
         while len(self.pending) > int(self.late and not wait):
             step, copy, copied = self.pending.popleft()
             if copied:
