@@ -42,13 +42,6 @@ TILES = "examples/tiles/train"
 # --- Sizes: speed, memory and the plan
 
 
-def memory_gib(device: torch.device) -> float:
-    """Return the memory of the GPU; for a rehearsal on a CPU 16 GiB."""
-    if device.type == "cpu":
-        return 16.0
-    return torch.cuda.get_device_properties(device).total_memory / 2**30
-
-
 def machine_of(device: torch.device) -> str:
     """Name the known machine that has this device; the empty text if there is none."""
     known = {"H200": "dgx-h200", "H100": "dgx-h100", "A100": "dgx-a100-80", "MI250X": "frontier"}
@@ -57,37 +50,37 @@ def machine_of(device: torch.device) -> str:
 
 
 def planned(words: str, device: torch.device, world_size: int = 1) -> plan.Plan:
-    """Plan a run on this device."""
-    machine = machine_of(device)
-    words += f" --machine {machine if machine else 'dgx-h100'} --world-size {world_size}"
-    _, found = plan.read_command([*words.split(), "--memory-gib", str(memory_gib(device))])
+    """Plan a run on this device, or for a rehearsal in 16 GiB."""
+    gib = 16.0
+    if device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    words += f" --machine {machine_of(device) or 'dgx-h100'} --world-size {world_size}"
+    _, found = plan.read_command([*words.split(), "--memory-gib", str(gib)])
     return found
+
+
+def waiting_for(device: torch.device) -> Callable[[], object]:
+    """Return what waits for the device."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def measure(words: str, most: int, device: torch.device, world_size: int = 1) -> Row:
     """Time steps of the largest power of two up to `most` images that fit by the plan.
 
-    Of the device, of the host alone, in images/s and MFU; the first step; peak GiB.
+    Of the device, of the host alone, in images/s and MFU; peak GiB.
     """
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    its_plan = planned(f"{words} --batch 1", device, world_size)
-    fits = min(most, its_plan.max_local_batch)
+    wait = waiting_for(device)
+    fits = min(most, planned(f"{words} --batch 1", device, world_size).max_local_batch)
     if not fits:
         raise ValueError("no image fits by the plan")
     words += f" --batch {1 << (fits.bit_length() - 1)}"
     its_plan = planned(words, device, world_size)
     args = step.flags(words, device)
-    row: Row = {"batch": args.batch}
-    started = time.perf_counter()
     take = step.our_step(args, device)
-    take()
-    wait()
-    row["first_seconds"] = time.perf_counter() - started
     several(take, wait)
-    wait()
     started = time.perf_counter()
     take()
-    row["host_seconds"] = time.perf_counter() - started
+    row: Row = {"batch": args.batch, "host_seconds": time.perf_counter() - started}
     row["step_seconds"] = several(take, wait)
     row["images_per_second"] = args.batch / row["step_seconds"]
     if machine_of(device) and world_size == 1:  # a fake process group sends nothing
@@ -96,9 +89,8 @@ def measure(words: str, most: int, device: torch.device, world_size: int = 1) ->
     row["planned_gib"] = its_plan.peak_gib
     if device.type == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
-    if device.type == "cuda" and row["host_seconds"] > 0.9 * row["step_seconds"]:
-        row["note"] = "limited by the host"
+        if row["host_seconds"] > 0.9 * row["step_seconds"]:
+            row["note"] = "limited by the host"
     return row
 
 
@@ -120,8 +112,9 @@ def sizes(device_name: str) -> Cases:
         runs = [("base", (32, 64, 128, 512)), ("huge", (128, 512)), ("1b", (128, 512))]
         runs += [("3b", (256,)), ("1b --ac full", (512,)), ("3b --ac full", (512,))]
         runs += [("base --compile", (32, 128, 512)), ("1b --compile", (512,))]
+        runs += [("1b --mode full_shard --cpu-offload", (32,))]
     for model, most in runs:
-        words = f"--model {model} --mode ddp --precision bf16"
+        words = f"--mode ddp --precision bf16 --model {model}"
         for batch in most:
             yield f"{model} {batch}", partial(measure, words, batch, device)
 
@@ -164,25 +157,6 @@ def measured_plan(device_name: str) -> Cases:
     yield "a step by --measure", compare
 
 
-def offload(device_name: str) -> Cases:
-    """Time a step with --cpu-offload, and hold its pinned memory against the plan's."""
-    device = step.start(device_name)
-
-    def compare() -> Row:
-        words = "--model 1b --mode full_shard --precision bf16 --cpu-offload"
-        torch.set_num_threads(mesh.process_cores())
-        row = measure(words, 32, device)
-        its_plan = planned(f"{words} --batch 32", device)
-        row["planned_host_gib"] = plan.host_bytes(its_plan.run) / 2**30
-        row["pinned_gib"] = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30
-        return row
-
-    if device.type == "cuda":
-        yield "1b 32", compare
-    else:
-        yield "tiny", lambda: {"note": "a CPU has nothing to offload from"}
-
-
 # --- Peers, the loop, saves, the loader
 
 
@@ -190,42 +164,33 @@ def peers(device_name: str) -> Cases:
     """Compare a step with the peers of benchmarks.step, each row from turns in one process."""
     device = step.start(device_name)
     runs = ["--model tiny --img-size 32 --batch 2"]
-    repeat = 1
     if device.type == "cuda":
-        repeat = 5
         runs = ["--model base --batch 128", "--model base --batch 32", "--model huge --batch 64"]
         runs.append("--model base --batch 128 --compile")
-    names = ("train_fsdp.py ddp", "plain PyTorch", "official style, timm", "transformers")
+    names = ("train_fsdp.py ddp", "plain PyTorch", "transformers")
 
     def compare(words: str) -> Row:
-        found = step.rates(names, f"{words} --precision bf16", device, rounds=4, repeat=repeat)
-        ours, *others = (median(found[name]) for name in names)
-        row = {"images_per_second": ours}
-        for name, rate in zip(("plain", "timm", "transformers"), others, strict=True):
-            row[name] = ours / rate
-        return row
+        found = step.rates(names, f"{words} --precision bf16", device, rounds=4, repeat=5)
+        ours, plain, theirs = (median(found[name]) for name in names)
+        return {"images_per_second": ours, "plain": ours / plain, "transformers": ours / theirs}
 
     for words in runs:
         yield words, partial(compare, words)
 
 
-def command(*argv: str, stop_after: int = 0, out: str = "", status: int = 0) -> str:
-    """Run a script of the top level; return what it printed. RuntimeError for another status.
+def command(*argv: str, stop_after: int = 0, out: str = "") -> None:
+    """Run a script of the top level; RuntimeError if it fails.
 
     With `stop_after` the run in `out` is sent SIGUSR1 once it has logged so many steps.
     """
-    process = subprocess.Popen(
-        [sys.executable, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=sys.stderr
-    )
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=sys.stderr)
     while stop_after and process.poll() is None:
         if sum(row["event"] == "step" for row in log_of(out)) >= stop_after:
             process.send_signal(signal.SIGUSR1)
             break
         time.sleep(0.1)
-    text, _ = process.communicate()
-    if process.returncode != status:
-        raise RuntimeError(f"status {process.returncode}: {text[-200:]}")
-    return text
+    if process.wait():
+        raise RuntimeError(f"status {process.returncode}: see log.txt")
 
 
 def log_of(out: str) -> list[Row]:
@@ -235,18 +200,18 @@ def log_of(out: str) -> list[Row]:
 
 
 def loop(device_name: str) -> Cases:
-    """Run train_fsdp.py: beside its bare step, with images, stopped and resumed, out of memory."""
+    """Run train_fsdp.py: beside its bare step, with images, stopped and resumed."""
     device = step.start(device_name)
-    gpu = device.type == "cuda"
-    batch = 128 if gpu else 4
+    batch = 4
     words = "--model tiny --img-size 32 --steps 12 --workers 1 --precision fp32"
-    if gpu:
+    if device.type == "cuda":
+        batch = 128
         words = "--model base --steps 60 --workers 12 --precision bf16"
     words += f" --mode ddp --batch {batch} --device {device.type}"
     take = step.our_step(step.flags(words, device), device)
-    wait = torch.cuda.synchronize if gpu else lambda: None
+    wait = waiting_for(device)
     several(take, wait)
-    bare = 1 / several(take, wait)
+    bare = several(take, wait)
     del take
 
     def run(more: str) -> Row:
@@ -254,7 +219,7 @@ def loop(device_name: str) -> Cases:
             command("train_fsdp.py", *words.split(), *more.split(), "--out", out)
             *_, end = log_of(out)
         rate = end["images_per_second"]
-        return {"images_per_second": rate, "share": rate / batch / bare}
+        return {"images_per_second": rate, "share": rate / batch * bare}
 
     def stop_and_resume() -> Row:
         with tempfile.TemporaryDirectory() as out:
@@ -265,15 +230,9 @@ def loop(device_name: str) -> Cases:
             ends = [row["reason"] for row in log_of(out) if row["event"] == "end"]
         return {"note": ", ".join(ends), "ok": ends == ["signal", "done"]}
 
-    yield "one batch again and again", partial(run, "--run-mode syn")
-    yield "the same, --log-every 1", partial(run, "--run-mode syn --log-every 1")
-    yield "images", partial(run, f"--data {TILES}")
-    yield "reading alone", partial(run, f"--data {TILES} --run-mode io")
+    for more in ("--run-mode syn", f"--data {TILES}", f"--data {TILES} --run-mode io"):
+        yield more, partial(run, more)
     yield "stopped by a signal, and resumed", stop_and_resume
-    if gpu:
-        large = "--model 15b --batch 64 --steps 2 --workers 0 --run-mode syn --mode ddp"
-        argv = ["train_fsdp.py", *large.split(), "--out", f"{tempfile.gettempdir()}/out_of_memory"]
-        yield "out of memory has status 1", lambda: {"said": command(*argv, status=1)}
 
 
 def saves(device_name: str) -> Cases:
@@ -286,7 +245,7 @@ def saves(device_name: str) -> Cases:
         training = train_fsdp.build_training(args, device)
         guard = train_fsdp.Guard(device)
         train_fsdp.train_step(training, guard, 0, [step.draw_batch(args, device)], lr=1e-5)
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        wait = waiting_for(device)
         both = training.model, training.optimizer
         weights: Any = [*training.model.parameters()]
         tensors = [p.to_local().cpu() for p in weights] * 3  # and AdamW's two states
@@ -295,12 +254,7 @@ def saves(device_name: str) -> Cases:
             save = several(partial(checkpoint.save, folder, 1, *both), wait, count=2)
             saved = Path(folder, "step_00000001")
             load = several(partial(checkpoint.load, saved, *both), wait, count=2)
-
-            def plain() -> None:
-                with open(f"{folder}/plain.pt", "wb") as file:
-                    torch.save([tensor.clone() for tensor in tensors], file)
-                    os.fsync(file.fileno())
-
+            plain = partial(torch.save, [t.clone() for t in tensors], f"{folder}/plain.pt")
             beside = several(plain, wait, count=2)
         row = {"step_seconds": save, "gb_per_second": size / save / 1e9, "plain": beside / save}
         return row | {"note": f"loaded in {load:.2f} s"}
@@ -314,12 +268,11 @@ def saves(device_name: str) -> Cases:
 
 PARTS: dict[str, tuple[str, int, Callable[[str], Cases]]] = {  # what it shows, seconds on a GPU
     "matrix": ("training against plain PyTorch in fp32", 110, matrix),
-    "sizes": ("one rank, beside the plan", 150, sizes),
+    "sizes": ("one rank, beside the plan", 170, sizes),
     "peers": ("how many times as fast as theirs, the same batch and precision", 90, peers),
     "sharded": ("a rank of eight, beside the plan", 50, sharded),
     "loop": ("train_fsdp.py itself; share: of the speed of its bare step", 60, loop),
     "saves": ("checkpoints; plain: how many times as fast as torch.save", 40, saves),
-    "offload": ("parameters on the host", 25, offload),
     "plan": ("the plan after plan.py --measure", 40, measured_plan),
 }
 
@@ -357,26 +310,17 @@ def run_part(part: str, limit: float, device_name: str, folder: Path) -> None:
     if part == "matrix":  # as under torchrun: such a rank binds its process group to its GPU
         environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-    started = time.monotonic()
-    problem = ""
+    argv += ["--out", str(folder)]
     with open(folder / "log.txt", "a") as log:
-        process = subprocess.Popen(
-            [*argv, "--out", str(folder)],
-            cwd=ROOT,
-            env=environ,
-            stderr=log,
-            start_new_session=True,  # so that what it starts ends with it
-        )
+        process = subprocess.Popen(argv, cwd=ROOT, env=environ, stderr=log, start_new_session=True)
         try:
-            if process.wait(limit):
-                problem = f"it ended with status {process.returncode}: see log.txt"
+            status = f"status {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            problem = f"stopped after its {limit:.0f} s"
-        with suppress(ProcessLookupError):  # all of it has ended
+            status = f"stopped after its {limit:.0f} s"
+        with suppress(ProcessLookupError):  # what it has started, if not all of it has ended
             os.killpg(process.pid, signal.SIGKILL)
-    if problem:
-        add_row(folder, part=part, name="ran to its end", ok=False, error=problem)
-    print(f"      {part}: {time.monotonic() - started:.0f} s", flush=True)
+    if status != "status 0":
+        add_row(folder, part=part, name="ran to its end", ok=False, error=status)
 
 
 def report_lines(rows: Sequence[Row], device_name: str) -> Iterator[str]:
@@ -391,14 +335,13 @@ def report_lines(rows: Sequence[Row], device_name: str) -> Iterator[str]:
             yield f"\n{key} against the plan: {min(off):+.1%} to {max(off):+.1%}"
     for part, (about, _, _) in PARTS.items():
         some = [row for row in rows if row["part"] == part]
-        if not some:
-            continue
         shown: dict[str, None] = {}  # the numbers of its rows, in their order
         for row in some:
             shown |= {key: None for key, value in row.items() if type(value) in (int, float)}
-        yield f"\n## {part}: {about}\n"
-        yield "| | " + " | ".join([*(key.replace("_", " ") for key in shown), "note"]) + " |"
-        yield "|" + "---|" * (len(shown) + 2)
+        if some:
+            yield f"\n## {part}: {about}\n"
+            yield "| | " + " | ".join([*(key.replace("_", " ") for key in shown), "note"]) + " |"
+            yield "|" + "---|" * (len(shown) + 2)
         for row in some:
             cells = [f"{row[key]:.4g}" if key in row else "" for key in shown]
             note = str(row.get("error", row.get("note", ""))).replace("\n", " ")

@@ -6,9 +6,8 @@
 
 All have the same shapes, batch and precision (bf16 is autocast over fp32 weights, or FSDP's) and a
 fused AdamW. Ours is the whole step of train_fsdp.py, with gradient norm and vote on bad values.
-Beside it: our model with nothing but PyTorch (in DDP on several ranks); the same with timm's blocks
-in a loop that reads each loss, as the official MAE code has it; transformers' ViT-MAE. On several
-ranks also full_shard beside a plain fully_shard of each block. With --compile,
+Beside it: our model with nothing but PyTorch (in DDP on several ranks), and transformers' ViT-MAE.
+On several ranks also full_shard beside a plain fully_shard of each block. With --compile,
 transformers' model is compiled whole, all others block by block.
 """
 
@@ -17,7 +16,7 @@ import itertools
 import os
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -34,7 +33,7 @@ from benchmarks import timing
 
 Step = Callable[[], None]
 TABLES = {  # base of the ratios: what is compared with it
-    "plain PyTorch": ("train_fsdp.py ddp", "official style, timm", "transformers"),
+    "plain PyTorch": ("train_fsdp.py ddp", "transformers"),
     "fully_shard": ("train_fsdp.py full_shard",),
 }
 
@@ -71,63 +70,15 @@ def our_step(args: Namespace, device: torch.device) -> Step:
     return step
 
 
-def plain_step(
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    parameters: Iterable[Tensor],
-    args: Namespace,
-    device: torch.device,
-    official: bool = False,
-) -> Step:
-    """Make a step with nothing but PyTorch: autocast, forward, backward, fused AdamW.
-
-    `loss_of` takes normalised images (B, C, H, W) and noise (B, L). An `official` loop reads the
-    loss and waits for the GPU in each step.
-    """
-    images, noise = draw_batch(args, device)
-    trained = [p for p in parameters if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), fused=True)
-    dtype = train_fsdp.DTYPES[args.precision]
-
-    def step() -> None:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = loss_of(data.normalize(images), noise)
-        if official and not loss.isfinite().item():
-            raise RuntimeError("the loss is not finite")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if official and device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return step
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    """Put a model into DDP if there are several ranks."""
-    if dist.get_world_size() == 1:
-        return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def our_model(args: Namespace, device: torch.device, timm: bool = False) -> nn.Module:
-    """Build our model, perhaps with timm's blocks as in the official code; compile its blocks."""
-    config = vit.MODELS[args.model]
-    model = vit.ViTMAE(config, args.img_size)
-    if timm:
-        from timm.models.vision_transformer import Block
-
-        norm = partial(nn.LayerNorm, eps=1e-6)
-        for blocks, width, heads, hidden in (
-            (model.blocks, config.width, config.heads, config.mlp_width),
-            (model.decoder_blocks, config.decoder_width, config.decoder_heads, 0),
-        ):
-            ratio = hidden / width if hidden else 4.0
-            for i in range(len(blocks)):
-                blocks[i] = Block(width, heads, ratio, qkv_bias=True, norm_layer=norm)
+def our_model(args: Namespace, device: torch.device, sharded: bool) -> nn.Module:
+    """Build our model, compiled and sharded block by block by PyTorch alone."""
+    model = vit.ViTMAE(vit.MODELS[args.model], args.img_size).to(device)
     for block in [*model.blocks, *model.decoder_blocks]:
         if args.compile:
             block.compile()
-    return model.to(device)
+        if sharded:
+            fully_shard(block)
+    return fully_shard(model) if sharded else model
 
 
 def transformers_mae(config: vit.ViTConfig, img_size: int) -> nn.Module:
@@ -155,33 +106,39 @@ def transformers_mae(config: vit.ViTConfig, img_size: int) -> nn.Module:
 
 
 def make_step(name: str, words: str, device: torch.device) -> Step:
-    """Make the step of a contestant of TABLES, with these flags of train_fsdp.py."""
+    """Make the step of a contestant of TABLES, with these flags of train_fsdp.py.
+
+    All but ours: autocast, forward, backward, fused AdamW.
+    """
     if name.startswith("train_fsdp.py"):
         _, mode = name.split()
         return our_step(flags(f"{words} --mode {mode}", device), device)
     args = flags(f"{words} --mode ddp", device)
     if name == "transformers":
-        theirs = transformers_mae(vit.MODELS[args.model], args.img_size).to(device)
+        network = transformers_mae(vit.MODELS[args.model], args.img_size).to(device)
         if args.compile:
-            theirs.compile()
-        network = replicated(theirs)
-
-        def loss_of(images: Tensor, noise: Tensor) -> Tensor:
-            return network(pixel_values=images, noise=noise).loss
+            network.compile()
     else:
-        network = our_model(args, device, timm=name.endswith("timm"))
-        if name == "fully_shard":
-            for block in [*network.blocks, *network.decoder_blocks]:
-                fully_shard(block)
-            fully_shard(network)
-        else:
-            network = replicated(network)
+        network = our_model(args, device, sharded=name == "fully_shard")
+    if name != "fully_shard" and dist.get_world_size() > 1:
+        network = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), fused=True)
+    images, noise = draw_batch(args, device)
+    dtype = train_fsdp.DTYPES[args.precision]
 
-        def loss_of(images: Tensor, noise: Tensor) -> Tensor:
-            loss, _, _ = network(images, args.mask_ratio, noise)
-            return loss
+    def step() -> None:
+        pixels = data.normalize(images)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            if name == "transformers":
+                loss = network(pixel_values=pixels, noise=noise).loss
+            else:
+                loss, _, _ = network(pixels, args.mask_ratio, noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return plain_step(loss_of, network.parameters(), args, device, official="official" in name)
+    return step
 
 
 # --- Measuring
@@ -189,10 +146,9 @@ def make_step(name: str, words: str, device: torch.device) -> Step:
 
 def start(device_name: str) -> torch.device:
     """Choose the device, and join the ranks of torchrun, or be the only one."""
-    ranks = mesh.read_ranks({} if "RANK" not in os.environ else os.environ)
+    ranks = mesh.read_ranks(os.environ if "RANK" in os.environ else {})
     device = mesh.pick_device(device_name, ranks)
-    if not dist.is_initialized():
-        mesh.init_ranks(ranks, device)
+    mesh.init_ranks(ranks, device)
     return device
 
 
@@ -200,7 +156,6 @@ def rates(
     names: Sequence[str], words: str, device: torch.device, rounds: int, repeat: int = 1
 ) -> dict[str, list[float]]:
     """Time `repeat` steps of each contestant in turns -> images per second of each round."""
-    torch._dynamo.reset()
     steps = {name: make_step(name, words, device) for name in names}
     for step in [*steps.values()] * 3:
         step()  # memory, threads, compiled code and DDP's buckets are there from here on
@@ -224,38 +179,31 @@ def rates(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables of each precision."""
+    """Print a table for each base."""
     parser = argparse.ArgumentParser(description="Compare a training step with its peers.")
     add = parser.add_argument
     add("--model", choices=vit.MODELS, default="base")
-    add("--img-size", type=int, default=224, metavar="PIXELS")
-    add("--batch", type=int, default=8, metavar="IMAGES", help="per rank")
+    add("--img-size", default="224", metavar="PIXELS")
+    add("--batch", default="8", metavar="IMAGES", help="per rank")
     add("--rounds", type=int, default=6, help="per contestant (default 6)")
     add("--repeat", type=int, default=1, help="steps in one interval, 5 for a GPU (default 1)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
+    add("--precision", choices=("fp32", "bf16"), default="fp32")
     add("--compile", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     device = start(args.device)
-    tables = TABLES
-    if dist.get_world_size() == 1:
-        tables = {"plain PyTorch": TABLES["plain PyTorch"]}
-    names = [*tables]
-    for others in tables.values():
-        names += others
-    for precision in args.precision:
-        words = f"--model {args.model} --img-size {args.img_size} --batch {args.batch}"
-        words += f" --precision {precision} --device {device.type}"
-        if args.compile:
-            words += " --compile"
-        found = rates(names, words, device, args.rounds, args.repeat)
-        for base, others in tables.items():
-            rows = {name: found[name] for name in (*others, base)}
-            title = f"{args.model}, {precision}, batch {args.batch}"
-            if dist.get_rank() == 0:
-                print(timing.table(title, "images/s", rows, base), flush=True)
+    words = f"--model {args.model} --img-size {args.img_size} --batch {args.batch}"
+    words += f" --precision {args.precision} --device {device.type}"
+    words += " --compile" if args.compile else ""
+    tables = TABLES if dist.get_world_size() > 1 else {"plain PyTorch": TABLES["plain PyTorch"]}
+    names = [*tables, *itertools.chain(*tables.values())]
+    found = rates(names, words, device, args.rounds, args.repeat)
+    for base, others in tables.items():
+        rows = {name: found[name] for name in (*others, base)}
+        if dist.get_rank() == 0:
+            print(timing.table(words, "images/s", rows, base), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,8 +1,7 @@
-"""Time contestants in turns, read the memory of a process, and print a table of ratios."""
+"""Time contestants in turns, and print a table of ratios."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -23,20 +22,6 @@ def seconds_of(work: Callable[[], object], wait: Callable[[], object]) -> float:
     work()
     wait()
     return time.perf_counter() - started
-
-
-def resident(field: str) -> int:
-    """Read VmRSS, or VmHWM (its peak), of this process from Linux, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return 1024 * int(value.removesuffix("kB"))
-    raise KeyError(field)
-
-
-def reset_peak() -> None:
-    """Set VmHWM to the present VmRSS."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def table(title: str, unit: str, found: Mapping[str, Sequence[float]], base: str) -> str:

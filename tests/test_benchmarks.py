@@ -20,7 +20,7 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
     assert {row["part"] for row in rows} == {*gpu.PARTS}
     assert [row for row in rows if not row["ok"]] == []
     matrix = [row for row in rows if row["part"] == "matrix"]
-    assert len(matrix) >= 30 and all("difference" in row for row in matrix)
+    assert len(matrix) >= 25 and all("difference" in row for row in matrix)
     assert "0 failed" in (tmp_path / "report.md").read_text()
 
 
@@ -28,8 +28,8 @@ def test_every_part_for_a_gpu_passes_in_small_on_a_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
-        ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 4),
-        (f"{TORCHRUN} benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 6),
+        ("benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 3),
+        (f"{TORCHRUN} benchmarks.step --model tiny --img-size 32 --batch 2 --rounds 1", 5),
         ("benchmarks.data --images 64 --rounds 1 --steps 2", 10),
     ],
 )
