@@ -543,6 +543,8 @@ class Batches:
         start = time.perf_counter()
         try:
             self.current = self.read(step)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # the GPU's, not the loader's
+            raise
         except Exception as error:
             self.failed = True
             self.problem = f"rank {self.log.rank}: the data loader failed: {run.cause_of(error)}"
@@ -589,8 +591,7 @@ def train(
         )
         # step: forward, backward, and an update unless some rank finds a bad value
         if training:
-            lr = learning_rate(step, args)
-            train_step(training, guard, step, micro_batches, lr, requests)
+            train_step(training, guard, step, micro_batches, learning_rate(step, args), requests)
         else:  # --run-mode io
             guard.check(step, zero, zero, requests)
         if profile:
@@ -751,6 +752,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # longer than the time limit, which ends a rank that waits, and leaves its stacks
         mesh.init_ranks(ranks, device, timeout_minutes=2 * run.LONG * args.timeout / 60)
     except (RuntimeError, OSError, ValueError) as error:
+        run.limit.stop()
         run.refuse(f"could not join the other ranks: {error}", local=True)
         return 2 if dist.is_initialized() else 1
     try:
