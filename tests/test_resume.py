@@ -25,6 +25,7 @@ from ranks import (
 )
 
 import checkpoint
+import run
 import train_fsdp
 import vit
 
@@ -95,6 +96,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("--precision bf16", "precision fp32 -> bf16"),
         ("--epochs 2 --global-batch 16 --allow-changes", "give --global-batch 8"),
         ("--img-size 48 --allow-changes --resume {out}/step_00000006", "pos_embed"),
+        ("--model nano:depth=1 --allow-changes", "is only in one of"),  # not damage
         ("--resume none", "holds checkpoints of another run"),
         ("--resume {out}/step_00000004", "mv {out}/step_00000006 ELSEWHERE"),
         ("--resume {out}/../damaged/step_00000004", "mv {out}/step_00000006 ELSEWHERE"),
@@ -107,7 +109,8 @@ def test_refused_in_one_sentence_that_leaves_all_files_alone(flags, sentence, fo
     before = tree(folder)
     usual = "" if "--epochs" in flags else "--steps 6 "
     assert train(folder, (usual + flags).format(out=folder)) == 2
-    printed = capsys.readouterr().err
+    said, printed = capsys.readouterr()
+    assert "damaged checkpoint" not in said
     assert printed.startswith("train_fsdp.py: error: ") and printed.count("\n") == 1
     assert sentence.format(out=folder) in printed and tree(folder) == before
 
@@ -124,6 +127,22 @@ def test_damage_of_the_newest_is_skipped_and_of_all_refused(folder, finished, ca
         flip(path / SHARD)
     before = tree(damaged)
     assert train(damaged, "--steps 6") == 2 and tree(damaged) == before
+
+
+def test_a_flag_that_an_older_checkpoint_lacks_had_its_default(tmp_path, monkeypatch, capsys):
+    record = run.record
+
+    def older(args):
+        flags = record(args)
+        del flags["mask_ratio"]
+        return flags
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "record", older)
+        assert train(tmp_path, "--steps 4", received=AfterSomeSteps(2)) == 0
+    assert train(tmp_path, "--steps 4 --mask-ratio 0.5") == 2
+    assert "mask_ratio 0.75 -> 0.5" in capsys.readouterr().err
+    assert train(tmp_path, "--steps 4") == 0
 
 
 def test_a_finished_run_has_nothing_to_do_until_it_is_extended(folder):
